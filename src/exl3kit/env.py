@@ -1,0 +1,53 @@
+"""Every environment variable exl3kit reads, typed; docs/env.md is the same table for users.
+
+Unset, empty and blank all mean the default. Anything else that is not valid is an error which
+names the variable, shows the value and lists what is accepted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from exl3kit.errors import UnsupportedError
+
+CPU_ISA_CHOICES = ("auto", "portable", "avx2", "avx512", "avx512fp16")
+
+
+def _read(name: str) -> str | None:
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+def cache_dir() -> Path:
+    """Folder for compiled kernels: EXL3KIT_CACHE_DIR, else XDG_CACHE_HOME/exl3kit, else ~/.cache/exl3kit."""
+    if chosen := _read("EXL3KIT_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    return Path(_read("XDG_CACHE_HOME") or "~/.cache").expanduser() / "exl3kit"
+
+
+def cpu_isa_request() -> str:
+    """EXL3KIT_CPU_ISA: the highest instruction set the CPU kernels may use; `auto` takes what is there."""
+    value = _read("EXL3KIT_CPU_ISA") or "auto"
+    if value not in CPU_ISA_CHOICES:
+        raise UnsupportedError(
+            f"EXL3KIT_CPU_ISA: expected one of {', '.join(CPU_ISA_CHOICES)}, got {value!r}"
+        )
+    return value
+
+
+def cxx() -> str | None:
+    """The C++ compiler for the CPU kernels: EXL3KIT_CXX, else g++ on PATH, else None.
+
+    A compiler named in EXL3KIT_CXX that does not exist is an error: a named choice is never replaced.
+    """
+    if chosen := _read("EXL3KIT_CXX"):
+        found = shutil.which(chosen)
+        if found is None:
+            raise UnsupportedError(
+                f"EXL3KIT_CXX: expected a compiler on PATH or an absolute path, got {chosen!r}; "
+                "unset it to use g++"
+            )
+        return found
+    return shutil.which("g++")
