@@ -1,4 +1,4 @@
-"""exl3kit: quantise, slice, verify, evaluate and serve EXL3 checkpoints of mixture-of-experts models.
+"""exl3kit: quantise, slice, verify, evaluate and serve EXL3 mixture-of-experts checkpoints.
 
 Importing the package loads neither torch's CUDA, vllm nor transformers: public names are resolved
 on first use.

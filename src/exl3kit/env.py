@@ -21,14 +21,14 @@ def _read(name: str) -> str | None:
 
 
 def cache_dir() -> Path:
-    """Folder for compiled kernels: EXL3KIT_CACHE_DIR, else XDG_CACHE_HOME/exl3kit, else ~/.cache/exl3kit."""
+    """Compiled kernels: EXL3KIT_CACHE_DIR, else XDG_CACHE_HOME/exl3kit, else ~/.cache/exl3kit."""
     if chosen := _read("EXL3KIT_CACHE_DIR"):
         return Path(chosen).expanduser()
     return Path(_read("XDG_CACHE_HOME") or "~/.cache").expanduser() / "exl3kit"
 
 
 def cpu_isa_request() -> str:
-    """EXL3KIT_CPU_ISA: the highest instruction set the CPU kernels may use; `auto` takes what is there."""
+    """EXL3KIT_CPU_ISA: the instruction set of the CPU kernels; `auto` takes the best there is."""
     value = _read("EXL3KIT_CPU_ISA") or "auto"
     if value not in CPU_ISA_CHOICES:
         raise UnsupportedError(
@@ -40,7 +40,7 @@ def cpu_isa_request() -> str:
 def cxx() -> str | None:
     """The C++ compiler for the CPU kernels: EXL3KIT_CXX, else g++ on PATH, else None.
 
-    A compiler named in EXL3KIT_CXX that does not exist is an error: a named choice is never replaced.
+    A compiler named in EXL3KIT_CXX that does not exist is an error: a named choice is kept.
     """
     if chosen := _read("EXL3KIT_CXX"):
         found = shutil.which(chosen)
