@@ -18,7 +18,7 @@ $(READY): pyproject.toml
 	touch $@
 
 demo: setup
-	$(PY) examples/demo.py $(if $(PROMPT),--prompt "$(PROMPT)")
+	$(PY) examples/demo.py $(if $(PROMPT),--prompt "$$PROMPT")
 
 test: setup
 	$(PY) -m pytest -q
