@@ -1,0 +1,61 @@
+// Trellis search in native half arithmetic, 32 lanes. Each operation rounds once to fp16 and treats
+// subnormals exactly (FTZ and DAZ do not apply to AVX512-FP16), so no lane is ever in doubt.
+#include <immintrin.h>
+
+#include "encode_core.h"
+
+namespace {
+
+struct HalfLanes {
+    using elem = uint16_t;
+    using vec = __m512h;
+    static constexpr int kLanes = 32;
+    static constexpr int kTiles = 2;
+
+    static vec load(const elem* p) { return _mm512_load_ph(p); }
+    static void store(elem* p, vec v) { _mm512_store_ph(p, v); }
+    static elem from_float(float f) { return float_to_half(f); }
+    static float to_float(elem h) { return half_to_float(h); }
+    static vec broadcast(float f) { return _mm512_castsi512_ph(_mm512_set1_epi16(short(from_float(f)))); }
+
+    // lane i = p[i >> D]
+    template <int D>
+    static vec spread(const elem* p) {
+        if constexpr (D >= 5) {
+            return _mm512_castsi512_ph(_mm512_set1_epi16(short(*p)));
+        } else {
+            __m512i few;
+            if constexpr (D == 4) few = _mm512_castsi128_si512(_mm_loadu_si32(p));
+            if constexpr (D == 3) few = _mm512_castsi128_si512(_mm_loadu_si64(p));
+            if constexpr (D == 2) few = _mm512_castsi128_si512(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+            if constexpr (D == 1) few = _mm512_castsi256_si512(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
+            return _mm512_castsi512_ph(_mm512_permutexvar_epi16(index<D>(), few));
+        }
+    }
+
+    static vec cost(vec value, vec target, vec before) {
+        const vec d = _mm512_sub_ph(value, target);
+        return _mm512_fmadd_ph(d, d, before);
+    }
+    static vec min(vec a, vec b) { return _mm512_min_ph(a, b); }
+    static vec round(vec v) { return v; }
+    static uint32_t doubtful(vec) { return 0; }
+
+   private:
+    template <int D>
+    static __m512i index() {
+        alignas(64) static constexpr auto table = [] {
+            struct { short at[32]; } t{};
+            for (int i = 0; i < 32; ++i) t.at[i] = short(i >> D);
+            return t;
+        }();
+        return _mm512_load_si512(table.at);
+    }
+};
+
+}  // namespace
+
+extern "C" void exl3_encode_tiles_avx512fp16(const float* tiles, int64_t count, int half_units,
+                                             const uint16_t* values, int32_t* states, int threads) {
+    encode_tiles<HalfLanes>(tiles, count, half_units, values, states, threads);
+}
