@@ -14,7 +14,9 @@ from exl3kit import env, log
 from exl3kit.errors import CompileError, UnsupportedError
 from exl3kit.jit import cpu
 
-GOOD = 'extern "C" __attribute__((visibility("default"))) int exl3_cpu_isa_max(void) { return ANSWER; }\n'
+GOOD = """
+extern "C" __attribute__((visibility("default"))) int exl3_cpu_isa_max(void) { return ANSWER; }
+"""
 
 
 @pytest.fixture
