@@ -1,0 +1,47 @@
+"""Files that appear whole or not at all, and disk errors with words a user can act on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from exl3kit.errors import CheckpointError
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` to a temporary neighbour, sync it, rename it to `path`, sync the folder."""
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError naming `folder`; a full disk says how much is free."""
+    try:
+        yield
+    except OSError as err:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(folder).free
+            raise CheckpointError(
+                f"{folder}: disk full ({err.strerror}), {free} bytes are free; free space or write "
+                "to another disk"
+            ) from err
+        raise CheckpointError(f"{folder}: cannot write: {err.strerror or err}") from err

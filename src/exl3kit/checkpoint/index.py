@@ -1,0 +1,147 @@
+"""Every tensor of a checkpoint folder, from the files that are there.
+
+The headers are the truth, as for the ordinary EXL3 loader, which reads every `*.safetensors` of the
+folder; `model.safetensors.index.json` is checked against them. A shard that the index or the
+`-of-` number of its siblings promises must exist: engines skip their missing-weight check for
+quantised models, so a deleted shard would otherwise load and answer nonsense.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl3kit.checkpoint.header import FileHeader, TensorInfo, read_header
+from exl3kit.checkpoint.jsonfile import is_bare_name, read_json_object
+from exl3kit.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})\.safetensors")
+_MAX_SHARDS = 100_000
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class FolderScan:
+    """What the safetensors files of a folder hold, and every fault found on the way."""
+
+    folder: Path
+    tensors: dict[str, TensorInfo]
+    files: tuple[Path, ...]
+    faults: tuple[str, ...]
+
+
+def read_index(folder: Path) -> dict[str, TensorInfo]:
+    """Tensors of `folder` by name; CheckpointError lists every fault `scan_folder` finds."""
+    scan = scan_folder(folder)
+    if scan.faults:
+        raise CheckpointError("; ".join(scan.faults))
+    return scan.tensors
+
+
+def scan_folder(folder: Path) -> FolderScan:
+    """Read all headers of `folder` and compare them with one another and with the index file."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: expected a checkpoint folder, found none")
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    if not files:
+        raise CheckpointError(f"{folder}: expected *.safetensors files, found none")
+    faults: list[str] = []
+    headers = _read_headers(files, faults)
+    tensors = _merge(headers, faults)
+    faults += _missing_siblings(folder, files)
+    if (folder / INDEX_NAME).exists():
+        faults += _index_faults(folder, headers)
+    return FolderScan(folder, tensors, files, tuple(faults))
+
+
+def _read_headers(files: tuple[Path, ...], faults: list[str]) -> dict[str, FileHeader]:
+    headers = {}
+    for file in files:
+        try:
+            headers[file.name] = read_header(file)
+        except CheckpointError as err:
+            faults.append(str(err))
+    return headers
+
+
+def _merge(headers: dict[str, FileHeader], faults: list[str]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    twice: dict[tuple[str, str], list[str]] = {}
+    for file, header in headers.items():
+        for name, info in header.tensors.items():
+            first = tensors.setdefault(name, info)
+            if first is not info:
+                twice.setdefault((first.file.name, file), []).append(name)
+    for (one, other), names in twice.items():
+        faults.append(
+            f"{one} and {other}: the same tensors are in both: {_some(names)}; "
+            "remove the file that does not belong here"
+        )
+    return tensors
+
+
+def _missing_siblings(folder: Path, files: tuple[Path, ...]) -> list[str]:
+    """Shards of a numbered set that are not there, whether or not an index names them."""
+    sets: dict[tuple[str, int, int], set[int]] = {}
+    for file in files:
+        if match := _SHARD.fullmatch(file.name):
+            key = (match["stem"], int(match["count"]), len(match["number"]))
+            sets.setdefault(key, set()).add(int(match["number"]))
+    faults = []
+    for (stem, count, digits), numbers in sets.items():
+        if count > _MAX_SHARDS:
+            faults.append(f"{folder}: shards claim a set of {count}, expected <= {_MAX_SHARDS}")
+            continue
+        first = 0 if 0 in numbers else 1
+        missing = [n for n in range(first, first + count) if n not in numbers]
+        names = [f"{stem}-{n:0{digits}d}-of-{count:0{digits}d}.safetensors" for n in missing]
+        if names:
+            faults.append(f"{folder}: missing shards: {_some(names)}")
+    return faults
+
+
+def _index_faults(folder: Path, headers: dict[str, FileHeader]) -> list[str]:
+    try:
+        weight_map = _weight_map(folder / INDEX_NAME)
+    except CheckpointError as err:
+        return [str(err)]
+    absent = sorted({file for file in weight_map.values() if not (folder / file).exists()})
+    faults = [f"{INDEX_NAME}: missing shards: {_some(absent)}"] if absent else []
+    elsewhere = [
+        name
+        for name, file in weight_map.items()
+        if file in headers and name not in headers[file].tensors
+    ]
+    if elsewhere:
+        faults.append(f"{INDEX_NAME}: tensors that are not in their shard: {_some(elsewhere)}")
+    unlisted = [
+        name
+        for file in sorted(set(weight_map.values()) & set(headers))
+        for name in headers[file].tensors
+        if name not in weight_map
+    ]
+    if unlisted:
+        faults.append(
+            f"{INDEX_NAME}: stale: its shards hold tensors it does not list: {_some(unlisted)}"
+        )
+    return faults
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path}: expected an object under 'weight_map'")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not is_bare_name(file):
+            raise CheckpointError(
+                f"{path}: weight_map[{name!r}] must be a bare file name, got {str(file)[:80]!r}"
+            )
+    return weight_map
+
+
+def _some(names: list[str]) -> str:
+    """The first few names, and how many there are in all if that is more."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown}, ... ({len(names)} in all)"

@@ -1,0 +1,44 @@
+"""Typed reads of untrusted JSON keys: each error names the key, the value and what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from exl3kit.checkpoint.jsonfile import is_int
+from exl3kit.errors import CheckpointError
+
+# Of experts, ranks and layers; keeps a hostile config from asking for memory by a number.
+MAX_COUNT = 65_536
+
+
+def show(value: object) -> str:
+    """`value` for an error message, cut to a length a terminal can take."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def integer(block: Mapping[str, Any], key: str, where: str) -> int:
+    """block[key] as an int of 1..MAX_COUNT; booleans, floats and numeric strings are refused."""
+    value = block.get(key)
+    if not is_int(value) or not 1 <= value <= MAX_COUNT:
+        raise CheckpointError(
+            f"{where}: {key} must be an integer 1..{MAX_COUNT}, got {show(value)}"
+        )
+    return value
+
+
+def text(block: Mapping[str, Any], key: str, where: str) -> str:
+    """block[key] as a str."""
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise CheckpointError(f"{where}: {key} must be a string, got {show(value)}")
+    return value
+
+
+def integral(value: object) -> int | None:
+    """`value` as an int where JSON says an integer or an integral finite float (3.0), else None."""
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

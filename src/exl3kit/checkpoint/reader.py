@@ -1,0 +1,46 @@
+"""Bytes of one tensor, read by range into memory of its own.
+
+`pread` into a fresh tensor rather than `mmap`: the result owns its bytes (a view of a mapped file
+changes when the file does), is aligned whatever the offset in the file, and a file that shrank
+since its header was read is an error, not a bus error. Opening the file for each tensor costs
+about 10 us, 10 s on the 933,888 tensors of the largest checkpoint known, and keeps no descriptor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.errors import CheckpointError
+
+
+def read_tensor(info: TensorInfo) -> torch.Tensor:
+    """The tensor at `info`: its dtype and shape, contiguous, on the CPU, owning its bytes.
+
+    CheckpointError if the file cannot be read or ends early.
+    """
+    data = torch.empty(info.nbytes, dtype=torch.uint8)
+    if info.nbytes:
+        _read_into(data.numpy().data, info)
+    return data.view(info.dtype).reshape(info.shape)
+
+
+def _read_into(buffer: memoryview, info: TensorInfo) -> None:
+    done = 0
+    try:
+        with info.file.open("rb", buffering=0) as file:
+            file.seek(info.start)
+            while done < len(buffer):
+                count = file.readinto(buffer[done:])
+                if not count:
+                    break
+                done += count
+    except OSError as err:
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r}: cannot read: {err.strerror}"
+        ) from None
+    if done < len(buffer):
+        raise CheckpointError(
+            f"{info.file}: truncated: tensor {info.name!r} ends at byte {info.end}, "
+            f"found {info.start + done} bytes"
+        )

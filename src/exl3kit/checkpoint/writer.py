@@ -1,0 +1,289 @@
+"""A checkpoint written tensor by tensor, so that a killed run never looks like a complete one.
+
+Tensors go straight to a spool file; a full shard gets its header, is synced and renamed to
+`shard-0000i.part`. Only `finish` gives the shards their final names, then writes the index, the
+checksums and, last of all, config.json: without config.json neither vLLM, transformers nor
+exllamav3 takes a folder for a model. Memory stays at one tensor; the price is that every byte is
+written twice, and one more shard of disk. `.exl3kit-unfinished` marks a folder whose run did not
+end and lists its side files: the next run removes those and its shards, and starts clean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+
+from exl3kit.checkpoint.atomic import disk_errors, sync_folder, write_file
+from exl3kit.checkpoint.header import DTYPE_NAMES
+from exl3kit.checkpoint.index import INDEX_NAME
+from exl3kit.checkpoint.jsonfile import is_bare_name
+from exl3kit.errors import CheckpointError
+
+DEFAULT_SHARD_BYTES = 4 * 2**30
+CHECKSUMS_NAME = "SHA256SUMS"
+UNFINISHED_NAME = ".exl3kit-unfinished"
+_SPOOL_NAME = "spool.part"
+_COPY_BYTES = 8 * 2**20
+
+# What makes a model usable beside its weights; weights, indexes and the config are the writer's.
+SIDE_PATTERNS = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "*preprocessor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+@dataclass(frozen=True)
+class _Spooled:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class CheckpointWriter:
+    """Writes `model-0000i-of-0000n.safetensors`, index, SHA256SUMS and config.json into `path`.
+
+    Use as a context manager: leaving it without `finish`, or through an exception, removes what was
+    written. Shards hold at most `shard_bytes` of tensors, or one tensor that is larger by itself.
+    """
+
+    def __init__(self, path: Path, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+        """Make or clear `path`. CheckpointError if it holds anything this writer did not leave."""
+        if shard_bytes < 1:
+            raise CheckpointError(f"shard_bytes must be at least 1, got {shard_bytes}")
+        self.path = Path(path)
+        self._shard_bytes = shard_bytes
+        self._names: set[str] = set()
+        self._shards: list[list[_Spooled]] = []
+        self._pending: list[_Spooled] = []
+        self._pending_bytes = 0
+        self._digests: dict[str, str] = {}
+        self._spool: BinaryIO | None = None
+        self._is_open = True
+        with disk_errors(self.path):
+            _claim(self.path)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write `tensor` (any dtype of safetensors, any device) under `name`; copies its bytes out.
+
+        CheckpointError for a name given twice, an unknown dtype, or a full disk; the last removes
+        what was written.
+        """
+        self._check_open()
+        if name in self._names or name == "__metadata__":
+            raise CheckpointError(f"tensor {name!r}: expected a new name, it was already added")
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"tensor {name!r}: dtype {tensor.dtype} cannot be stored in safetensors"
+            )
+        nbytes = tensor.numel() * tensor.element_size()
+        try:
+            if self._pending and self._pending_bytes + nbytes > self._shard_bytes:
+                self._close_shard()
+            with disk_errors(self.path):
+                self._write_spool(tensor)
+        except BaseException:
+            self.abort()
+            raise
+        entry = _Spooled(name, tensor.dtype, tuple(tensor.shape), self._pending_bytes, nbytes)
+        self._pending.append(entry)
+        self._pending_bytes += nbytes
+        self._names.add(name)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file beside the weights, e.g. the bitrate map a config refers to."""
+        self._check_open()
+        if not is_bare_name(name):
+            raise CheckpointError(f"{name!r}: expected a bare file name")
+        self._write_digested(name, (json.dumps(value, indent=2) + "\n").encode())
+
+    def copy_side_files(self, source: Path) -> list[str]:
+        """Copy tokenizer, chat template, generation config and licences; returns their names."""
+        self._check_open()
+        found = {file.name for pattern in SIDE_PATTERNS for file in Path(source).glob(pattern)}
+        names = sorted(name for name in found if (Path(source) / name).is_file())
+        for name in names:
+            self._write_digested(name, (Path(source) / name).read_bytes())
+        return names
+
+    def finish(self, config: dict[str, Any]) -> Path:
+        """Name the shards, write index, checksums and then config.json; returns the folder."""
+        self._check_open()
+        if not self._names:
+            raise CheckpointError(f"{self.path}: expected at least one tensor before finish()")
+        try:
+            self._close_shard()
+            self._drop_spool()
+            with disk_errors(self.path):
+                weight_map = self._rename_shards()
+                total = sum(entry.nbytes for shard in self._shards for entry in shard)
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                self._write_digested(INDEX_NAME, _json_bytes(index))
+                config_bytes = _json_bytes(config)
+                self._digests["config.json"] = hashlib.sha256(config_bytes).hexdigest()
+                sums = "".join(f"{self._digests[n]}  {n}\n" for n in sorted(self._digests))
+                write_file(self.path / CHECKSUMS_NAME, sums.encode())
+                write_file(self.path / "config.json", config_bytes)
+        except BaseException:
+            self.abort()
+            raise
+        self._is_open = False
+        (self.path / UNFINISHED_NAME).unlink(missing_ok=True)
+        return self.path
+
+    def abort(self) -> None:
+        """Remove everything written so far; the writer cannot be used afterwards."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._spool is not None:
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
+                self._spool.close()
+        _clear(self.path)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise CheckpointError(f"{self.path}: this writer has ended; make a new one")
+
+    def _write_spool(self, tensor: torch.Tensor) -> None:
+        if self._spool is None:
+            self._spool = (self.path / _SPOOL_NAME).open("w+b")
+        if tensor.numel():
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            self._spool.write(flat.view(torch.uint8).numpy().data)
+
+    def _drop_spool(self) -> None:
+        if self._spool is not None:
+            self._spool.close()
+            self._spool = None
+        (self.path / _SPOOL_NAME).unlink(missing_ok=True)
+
+    def _close_shard(self) -> None:
+        """Turn the spool into `shard-0000i.part`: header, then tensors with the widest dtype first.
+
+        That order keeps every tensor aligned to its own item size, which the safetensors library's
+        torch reader needs, without the holes that it refuses.
+        """
+        if not self._pending:
+            return
+        assert self._spool is not None
+        entries = sorted(self._pending, key=lambda entry: -entry.dtype.itemsize)
+        part = self.path / _part_name(len(self._shards) + 1)
+        digest = hashlib.sha256()
+        with disk_errors(self.path):
+            with part.open("wb") as file:
+                for chunk in _shard_chunks(entries, self._spool):
+                    file.write(chunk)
+                    digest.update(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            self._spool.seek(0)
+            self._spool.truncate()
+        self._digests[part.name] = digest.hexdigest()
+        self._shards.append(entries)
+        self._pending, self._pending_bytes = [], 0
+
+    def _rename_shards(self) -> dict[str, str]:
+        weight_map: dict[str, str] = {}
+        count = len(self._shards)
+        for number, entries in enumerate(self._shards, start=1):
+            name, part = f"model-{number:05d}-of-{count:05d}.safetensors", _part_name(number)
+            (self.path / part).rename(self.path / name)
+            self._digests[name] = self._digests.pop(part)
+            weight_map |= {entry.name: name for entry in entries}
+        sync_folder(self.path)
+        return dict(sorted(weight_map.items()))
+
+    def _write_digested(self, name: str, data: bytes) -> None:
+        with disk_errors(self.path):
+            with (self.path / UNFINISHED_NAME).open("a") as marker:
+                marker.write(f"{name}\n")
+            write_file(self.path / name, data)
+        self._digests[name] = hashlib.sha256(data).hexdigest()
+
+
+def _part_name(number: int) -> str:
+    return f"shard-{number:05d}.part"
+
+
+def _json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _shard_chunks(entries: list[_Spooled], spool: BinaryIO) -> Iterator[bytes]:
+    """A safetensors file with `entries` in this order, their data read from `spool`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for entry in entries:
+        spool.seek(entry.offset)
+        left = entry.nbytes
+        while left:
+            chunk = spool.read(min(left, _COPY_BYTES))
+            left -= len(chunk)
+            yield chunk
+
+
+def _claim(path: Path) -> None:
+    """Make `path` an empty folder marked unfinished, or refuse to touch it."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path}: expected a folder to write to, found a file")
+    path.mkdir(parents=True, exist_ok=True)
+    if (path / UNFINISHED_NAME).exists() and not (path / "config.json").exists():
+        _clear(path)
+    if found := sorted(item.name for item in path.iterdir()):
+        raise CheckpointError(
+            f"{path}: expected an empty or new output folder, found {', '.join(found[:5])}"
+            f"{', ...' if len(found) > 5 else ''}; name another folder or remove this one"
+        )
+    (path / UNFINISHED_NAME).touch()
+    sync_folder(path)
+
+
+def _clear(path: Path) -> None:
+    """Remove what an unfinished run wrote and nothing else, so that two runs never mix."""
+    side_files = (path / UNFINISHED_NAME).read_text().splitlines()
+    own = {INDEX_NAME, CHECKSUMS_NAME, "config.json", *filter(is_bare_name, side_files)}
+    for item in path.iterdir():
+        is_shard = any(item.match(p) for p in ("*.part", "model-?????-of-?????.safetensors"))
+        if is_shard or item.name in own:
+            item.unlink()
+    (path / UNFINISHED_NAME).unlink()
