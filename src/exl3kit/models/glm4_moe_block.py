@@ -239,9 +239,14 @@ def routed_experts(
     return out
 
 
+def mlp_input(x: Tensor, weights: Weights, config: ForwardConfig) -> Tensor:
+    """norm(x): what router, experts and dense MLP are given, (R, S, H)."""
+    return rms_norm(x, weights["post_attention_layernorm.weight"], config.rms_norm_eps)
+
+
 def mlp_block(x: Tensor, weights: Weights, config: ForwardConfig, layer: int) -> Tensor:
     """x + mlp(norm(x)) for (R, S, H) fp32: the dense MLP, or routed plus shared experts."""
-    normed = rms_norm(x, weights["post_attention_layernorm.weight"], config.rms_norm_eps)
+    normed = mlp_input(x, weights, config)
     if not config.is_moe(layer):
         return x + dense_mlp(normed, weights, "mlp")
     tokens = normed.flatten(0, 1)

@@ -1,0 +1,1 @@
+"""Quality of a checkpoint by its own forward pass: perplexity on a text, no serving engine."""
