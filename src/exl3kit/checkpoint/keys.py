@@ -9,8 +9,9 @@ from typing import Any
 from exl3kit.checkpoint.jsonfile import is_int
 from exl3kit.errors import CheckpointError
 
-# Of experts, ranks and layers; keeps a hostile config from asking for memory by a number.
-MAX_COUNT = 65_536
+# Bounds that keep a hostile config from asking for memory by a number.
+MAX_COUNT = 4096  # experts, ranks, layers; the largest known is 512
+MAX_SIZE = 2**31 - 1  # elements of one dimension
 
 
 def show(value: object) -> str:
@@ -19,13 +20,11 @@ def show(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def integer(block: Mapping[str, Any], key: str, where: str) -> int:
-    """block[key] as an int of 1..MAX_COUNT; booleans, floats and numeric strings are refused."""
+def integer(block: Mapping[str, Any], key: str, where: str, most: int = MAX_COUNT) -> int:
+    """block[key] as an int of 1..`most`; booleans, floats and numeric strings are refused."""
     value = block.get(key)
-    if not is_int(value) or not 1 <= value <= MAX_COUNT:
-        raise CheckpointError(
-            f"{where}: {key} must be an integer 1..{MAX_COUNT}, got {show(value)}"
-        )
+    if not is_int(value) or not 1 <= value <= most:
+        raise CheckpointError(f"{where}: {key} must be an integer 1..{most}, got {show(value)}")
     return value
 
 
@@ -41,4 +40,4 @@ def integral(value: object) -> int | None:
     """`value` as an int where JSON says an integer or an integral finite float (3.0), else None."""
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if is_int(value) else None
