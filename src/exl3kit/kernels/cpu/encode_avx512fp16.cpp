@@ -4,6 +4,7 @@
 
 #include "encode_core.h"
 
+namespace exl3 {
 namespace {
 
 struct HalfLanes {
@@ -11,6 +12,7 @@ struct HalfLanes {
     using vec = __m512h;
     static constexpr int kLanes = 32;
     static constexpr int kTiles = 2;
+    static constexpr bool kDoubts = false;
 
     static vec load(const elem* p) { return _mm512_load_ph(p); }
     static void store(elem* p, vec v) { _mm512_store_ph(p, v); }
@@ -39,7 +41,6 @@ struct HalfLanes {
     }
     static vec min(vec a, vec b) { return _mm512_min_ph(a, b); }
     static vec round(vec v) { return v; }
-    static uint32_t doubtful(vec) { return 0; }
 
    private:
     template <int D>
@@ -55,7 +56,6 @@ struct HalfLanes {
 
 }  // namespace
 
-extern "C" void exl3_encode_tiles_avx512fp16(const float* tiles, int64_t count, int half_units,
-                                             const uint16_t* values, int32_t* states, int threads) {
-    encode_tiles<HalfLanes>(tiles, count, half_units, values, states, threads);
-}
+const EncodeTier kEncodeAvx512Fp16 = make_tier<HalfLanes>();
+
+}  // namespace exl3
