@@ -110,7 +110,10 @@ class RankSlicedManifest:
 
 
 def make_manifest(
-    tp: int, layer_bits: Mapping[int, tuple[int, ...]], extra: Mapping[str, Any] | None = None
+    tp: int,
+    layer_bits: Mapping[int, tuple[int, ...]],
+    extra: Mapping[str, Any] | None = None,
+    rotation_layout: str = PER_EXPERT,
 ) -> RankSlicedManifest:
     """The manifest of a new checkpoint from the bits of each expert of each layer.
 
@@ -134,6 +137,7 @@ def make_manifest(
         experts_per_layer=experts,
         layer_bits={layer: tuple(layer_bits[layer]) for layer in layers},
         k_values=k_values if is_mixed else (),
+        rotation_layout=rotation_layout,
         bits_per_expert=DEFAULT_MAP if is_mixed else None,
         extra=dict(extra or {}),
     )

@@ -1,0 +1,144 @@
+"""Random EXL3 that is valid: every bit pattern of a trellis decodes, so no quantiser is needed."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from exl3kit.checkpoint.manifest import (
+    BLOCK_KEY,
+    PER_EXPERT,
+    SHARED_H,
+    make_manifest,
+)
+from exl3kit.checkpoint.names import shared_h_name
+from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
+from exl3kit.checkpoint.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
+from exl3kit.format.spec import (
+    GAUSS_SCALE,
+    TILE,
+    Codebook,
+    check_bits,
+    check_codebook,
+    words_per_tile,
+)
+from exl3kit.format.tensors import Exl3Tensor, make_marker
+from exl3kit.models.base import LinearSpec, ShardKind
+from exl3kit.models.registry import model_map
+from exl3kit.slicing.apply import cut_dense
+from exl3kit.slicing.axes import rank_range
+
+Encode = Callable[[torch.Tensor, str], Exl3Tensor]
+
+
+def random_exl3(
+    in_features: int,
+    out_features: int,
+    bits: int | float,
+    codebook: str = "mcg",
+    seed: int = 0,
+    name: str = "",
+) -> Exl3Tensor:
+    """Random linear whose decoded W has a deviation of about 1/sqrt(in_features).
+
+    suh has magnitudes 0.75..1.25 / (1.24 sqrt(in)) and svh 0.75..1.25, with random signs: outputs
+    are of the size of inputs, in fp16 too.
+    """
+    chosen = check_codebook(codebook)
+    words = words_per_tile(check_bits(bits, chosen))
+    random = torch.Generator().manual_seed(seed)
+    shape = (in_features // TILE, out_features // TILE, words)
+    trellis = torch.randint(-(1 << 15), 1 << 15, shape, generator=random, dtype=torch.int16)
+    suh = _random_vector(in_features, random) / (GAUSS_SCALE * math.sqrt(in_features))
+    svh = _random_vector(out_features, random)
+    marker = make_marker(chosen)
+    return Exl3Tensor(
+        trellis,
+        suh.half(),
+        svh.half(),
+        mcg=marker if chosen is Codebook.MCG else None,
+        mul1=marker if chosen is Codebook.MUL1 else None,
+        name=name,
+    )
+
+
+def make_rank_sliced(
+    source: Path,
+    out: Path,
+    bits: int | Sequence[int],
+    tp: int,
+    moe_layers: tuple[int, int],
+    encode: Encode | None = None,
+    rotation_layout: str = PER_EXPERT,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Path:
+    """Write `source`, a plain checkpoint, with the routed experts of `moe_layers` as EXL3 slices.
+
+    `bits` is one rate, or one an expert, the same in every layer. `moe_layers` is (first, last),
+    both included. `encode(weight (in, out) fp32, name)` makes each slice from its part of the
+    weight; without it slices are random, seeded by their names. Everything else is copied.
+    """
+    plain = open_checkpoint(source)
+    model = model_map(plain.config)
+    rates = (bits,) * model.num_experts if isinstance(bits, int) else tuple(bits)
+    layers = range(moe_layers[0], moe_layers[1] + 1)
+    manifest = make_manifest(tp, dict.fromkeys(layers, rates), rotation_layout=rotation_layout)
+    experts = [
+        (layer, expert, spec)
+        for layer in layers
+        for expert in range(model.num_experts)
+        for spec in model.expert_linears(layer, expert)
+    ]
+    replaced = {f"{spec.name}.weight" for _, _, spec in experts}
+    with CheckpointWriter(out, shard_bytes) as writer:
+        for name in plain.names():
+            if name not in replaced:
+                writer.add(name, plain.tensor(name))
+        for layer, expert, spec in experts:
+            slices = _slices(plain, spec, manifest.tp, manifest.bits_of(layer, expert), encode)
+            _add_slices(writer, slices, is_first=expert == 0, is_shared=rotation_layout == SHARED_H)
+        writer.copy_side_files(source)
+        if table := manifest.map_file():
+            writer.write_json(*table)
+        quantization = {"quant_method": "exl3", "bits": bits if isinstance(bits, int) else "mixed"}
+        config = {BLOCK_KEY: manifest.to_config(), "quantization_config": quantization}
+        return writer.finish({**plain.config, **config})
+
+
+def _slices(
+    plain: Checkpoint, spec: LinearSpec, tp: int, bits: int, encode: Encode | None
+) -> list[Exl3Tensor]:
+    """One EXL3 linear a rank, for one projection of one expert."""
+    is_row = spec.shard is ShardKind.ROW
+    width = spec.in_features if is_row else spec.out_features
+    ranges = [rank_range(spec.name, width, tp, rank) for rank in range(tp)]
+    names = [f"{spec.name}.rank{rank}" for rank in range(tp)]
+    if encode is not None:
+        weight = plain.tensor(f"{spec.name}.weight").float().T
+        parts = [cut_dense(weight, spec.shard, channels).contiguous() for channels in ranges]
+        return [encode(part, name) for part, name in zip(parts, names, strict=True)]
+    ins = width // tp if is_row else spec.in_features
+    outs = spec.out_features if is_row else width // tp
+    return [
+        random_exl3(ins, outs, bits, seed=zlib.crc32(name.encode()), name=name) for name in names
+    ]
+
+
+def _add_slices(
+    writer: CheckpointWriter, slices: list[Exl3Tensor], *, is_first: bool, is_shared: bool
+) -> None:
+    """Write the slices; a vector the layout shares is written with the layer's first expert."""
+    for tensor in slices:
+        for field, value in tensor.tensors().items():
+            shared = shared_h_name(tensor.name, field) if is_shared else None
+            if shared is None or is_first:
+                writer.add(shared or f"{tensor.name}.{field}", value)
+
+
+def _random_vector(size: int, random: torch.Generator) -> torch.Tensor:
+    signs = torch.randint(0, 2, (size,), generator=random) * 2 - 1
+    return signs * (0.75 + 0.5 * torch.rand(size, generator=random))
