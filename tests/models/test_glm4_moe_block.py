@@ -11,6 +11,7 @@ from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.models import glm4_moe_block as block
 
 BASE = {
+    "architectures": ["Glm4MoeForCausalLM"],
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 80,
@@ -143,6 +144,7 @@ def test_config_reads_the_older_spelling_of_rope() -> None:
     ("change", "error", "word"),
     [
         ({"rope_parameters": {"rope_type": "yarn"}}, UnsupportedError, "yarn"),
+        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedError, "LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, UnsupportedError, "gelu"),
         ({"n_routed_experts": None}, CheckpointError, "n_routed_experts"),
     ],

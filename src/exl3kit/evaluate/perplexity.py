@@ -17,15 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exl3kit.errors import UnsupportedError
 from exl3kit.models import glm4_moe_block as block
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.quantize.calibration import TextError, encode_text
 
 if TYPE_CHECKING:
     from exl3kit.checkpoint.open import Checkpoint
-
-ARCHITECTURE = "Glm4MoeForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,6 @@ def perplexity(
     done and their total. Raises TextError when the text is shorter than one window and
     UnsupportedError for an architecture other than Glm4MoeForCausalLM.
     """
-    if checkpoint.architecture != ARCHITECTURE:
-        raise UnsupportedError(
-            f"architecture: expected {ARCHITECTURE}, got {checkpoint.architecture}"
-        )
     config = block.ForwardConfig.from_config(checkpoint.config)
     tokens = _windows(encode_text(text, checkpoint.path, config.vocab_size), window)
     weights = ModuleWeights(checkpoint)

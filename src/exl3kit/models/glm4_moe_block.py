@@ -20,6 +20,7 @@ from torch import Tensor
 
 from exl3kit.errors import CheckpointError, UnsupportedError
 
+ARCHITECTURE = "Glm4MoeForCausalLM"
 Weights = Mapping[str, Tensor]
 
 # Tokens of one attention call: bounds the copies of q, k and v, which exist for all heads at once.
@@ -56,8 +57,11 @@ class ForwardConfig:
         """Read a parsed config.json.
 
         Defaults are those of transformers' Glm4MoeConfig. Raises CheckpointError for a missing key
-        and UnsupportedError for an activation or a rope type the forward does not compute.
+        and UnsupportedError for an architecture, an activation or a rope type not computed here.
         """
+        names = config.get("architectures")
+        if names != [ARCHITECTURE]:
+            raise UnsupportedError(f"architectures: expected [{ARCHITECTURE!r}], got {names!r}")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":
