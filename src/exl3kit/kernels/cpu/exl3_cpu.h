@@ -1,5 +1,8 @@
 // C ABI of the CPU kernels and the names shared by their files. No framework is included anywhere in
 // this folder: raw pointers in, raw pointers out, memory owned by the caller.
+//
+// Headers of this folder are compiled once a tier with other instruction sets, so everything they
+// define lives in an unnamed namespace: a shared copy could be the one this machine cannot run.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +11,60 @@
 
 namespace exl3 {
 
-// Instruction-set tiers, in the order of ISA_NAMES in jit/cpu.py. Every kernel takes one as an argument.
-enum Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Fp16 = 3 };
+// Instruction-set tiers, in the order of ISA_NAMES in jit/cpu.py. Every kernel takes one as argument.
+enum Isa : int64_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Fp16 = 3 };
+enum Codebook : int64_t { kThreeInst = 0, kMcg = 1, kMul1 = 2 };
+enum DType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+// Pinned by format/spec.py.
+constexpr int kTile = 16;          // a tile is 16 x 16 weights
+constexpr int kTileWeights = 256;  //
+constexpr int kBlock = 128;        // Hadamard block, and the columns of one work item
+constexpr int kBlockTiles = kBlock / kTile;
+
+// Arguments are structs whose fields all have eight bytes, so that their mirrors in kernels/*.py cannot
+// disagree about padding. `bits2` is twice the bits per weight: 2, 3, ... 8, 10, 12, 14, 16.
+struct LinearArgs {
+    const void* x;            // (tokens, k) of dtype
+    void* y;                  // (tokens, n) of dtype
+    const uint16_t* trellis;  // (k/16, n/16, 8 * bits2)
+    const uint16_t* suh;      // (k) fp16
+    const uint16_t* svh;      // (n) fp16
+    const void* bias;         // (n) of bias_dtype, or null
+    float* workspace;         // exl3_linear_workspace floats, 64-byte aligned, contents ignored
+    int64_t dtype, bias_dtype, tokens, k, n, bits2, codebook, isa, threads;
+};
+
+struct MoeArgs {
+    const void* x;                // (tokens, hidden) of dtype
+    void* y;                      // (tokens, hidden) of dtype
+    const float* topk_weights;    // (tokens, top_k)
+    const void* topk_ids;         // (tokens, top_k) int32, or int64 when wide_ids
+    const int32_t* expert_map;    // (map_size) model id -> local id or -1, or null
+    const uint16_t* w13_trellis;  // (2, experts, hidden/16, inner/16, 8 * bits2_13), gate then up
+    const uint16_t* w13_suh;      // (2, experts, hidden)
+    const uint16_t* w13_svh;      // (2, experts, inner)
+    const uint16_t* w2_trellis;   // (experts, inner/16, hidden/16, 8 * bits2_2)
+    const uint16_t* w2_suh;       // (experts, inner)
+    const uint16_t* w2_svh;       // (experts, hidden)
+    float* workspace;             // exl3_moe_workspace floats, 64-byte aligned, contents ignored
+    int64_t dtype, tokens, top_k, wide_ids, map_size, experts, hidden, inner;
+    int64_t bits2_13, bits2_2, codebook, isa, threads;
+};
 
 }  // namespace exl3
 
 // The highest tier that was compiled and that this machine can run.
 EXL3_API int exl3_cpu_isa_max(void);
+
+EXL3_API int64_t exl3_linear_workspace(int64_t tokens, int64_t k, int64_t threads);
+EXL3_API void exl3_linear(const exl3::LinearArgs* args);
+
+EXL3_API int64_t exl3_moe_workspace(int64_t tokens, int64_t top_k, int64_t hidden, int64_t inner,
+                                    int64_t threads);
+// 0, or 1 when expert_map names an expert that is not there; nothing is written then.
+EXL3_API int exl3_moe(const exl3::MoeArgs* args);
+
+// What the product decodes: eight neighbouring tiles -> values in stream order, (8, 256).
+EXL3_API void exl3_decode_strip(int64_t isa, const uint16_t* tiles, int64_t bits2, int64_t codebook,
+                                float* values);

@@ -1,0 +1,114 @@
+// Decode with one column a lane, for the tiers without a byte-wise multishift.
+//
+// Column c of a tile (c & 7 here, both halves) owns stream positions 32 c .. 32 c + 31, and the windows of
+// two columns sit 32 K ring bits apart. So with q-th dword of all columns in one vector, a window is
+// one or two shifts by constants and no lane does anything of its own: lanes are the 8 column pairs of
+// a tile, times one or two neighbouring tiles. At half rates 32 K bits are a whole number of 16-bit
+// groups but not of dwords, which the gather hides.
+//
+// Floor, per weight: K/8 bytes of trellis; 2-4 instructions for the window, 1 (two micro-operations)
+// multiplication, 10 for the value: about 17 / L.
+#pragma once
+
+#include "lanes.h"
+
+namespace exl3 {
+namespace {
+
+// First ring bit past window p of a column: S(p) of the format.
+constexpr int window_end(int p, int bits2) { return ((p + 1) * bits2) >> 1; }
+
+// 32 ring bits that start at 16-bit group g; the group sits at word g ^ 1.
+inline uint32_t ring_dword(const uint16_t* words, int group, int groups) {
+    group = (group + groups) % groups;
+    return uint32_t(words[group ^ 1]) << 16 | words[((group + 1) % groups) ^ 1];
+}
+
+// columns[q][lane] = dword q - 1 of the lane's column: one before its first, which windows reach into.
+template <int BITS2, int L>
+inline void gather_columns(const uint16_t* tiles, uint32_t (*columns)[L]) {
+    constexpr int groups = 8 * BITS2, dwords = (BITS2 + 1) / 2 + 1;
+    for (int lane = 0; lane < L; ++lane) {
+        const uint16_t* words = tiles + (lane / 8) * groups;
+        for (int q = 0; q < dwords; ++q) {
+            columns[q][lane] = ring_dword(words, BITS2 * (lane % 8) + 2 * (q - 1), groups);
+        }
+    }
+}
+
+template <int BITS2, int L>
+inline U32<L> window(const uint32_t (*columns)[L], int p) {
+    const int start = window_end(p, BITS2) + 16;  // the gathered column starts 32 bits early
+    const int q = start >> 5, offset = start & 31;
+    const U32<L> first = load<U32<L>>(columns[q]);
+    if (offset <= 16) return first >> (16 - offset) & 0xFFFF;
+    return (first << (offset - 16) | load<U32<L>>(columns[q + 1]) >> (48 - offset)) & 0xFFFF;
+}
+
+// fp32 rounded to the 11 significant bits of fp16, to nearest even. No value of a codebook is subnormal.
+template <int L>
+inline F32<L> round_to_half(F32<L> value) {
+    const U32<L> bits = (U32<L>)value;
+    return (F32<L>)((bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000);
+}
+
+// The fp16 in the high half of v after the mask and flip of the format, as fp32. The mask leaves the two
+// low exponent bits, so the exponent is 12..15 and rebiasing it to 124..127 is part of the flip.
+template <int L>
+inline F32<L> masked_half(U32<L> v) {
+    return (F32<L>)(((U32<L>)((I32<L>)v >> 3) & 0x81FFE000) ^ 0x3F6C0000);
+}
+
+template <int CODEBOOK, int L>
+inline F32<L> value_of(U32<L> state) {
+    if constexpr (CODEBOOK == kMul1) {
+        const U32<L> sum = byte_sum<L>(state * 0x83DCD12D);
+        // 1024 + sum as fp32; multiply and add round like the single fp16 fma for all 65536 states.
+        const F32<L> biased = (F32<L>)(sum << 13 | 0x44800000);
+        return round_to_half<L>(biased * 0.00676727294921875f + -10.3828125f);
+    } else {
+        const U32<L> hash =
+            CODEBOOK == kMcg ? state * 0xCBAC1FED : state * 89226354u + 64248484u;
+        return round_to_half<L>(masked_half<L>(hash << 16) + masked_half<L>(hash));
+    }
+}
+
+template <int BITS2, int CODEBOOK, int L>
+void decode_columns(const uint16_t* tiles, float* out) {
+    constexpr int dwords = (BITS2 + 1) / 2 + 1;
+    for (int first = 0; first < kBlockTiles; first += L / 8) {
+        alignas(64) uint32_t columns[dwords + 1][L];
+        gather_columns<BITS2, L>(tiles + first * 8 * BITS2, columns);
+#pragma GCC unroll 32
+        for (int p = 0; p < 32; ++p) {
+            store(out + p * L, value_of<CODEBOOK, L>(window<BITS2, L>(columns, p)));
+        }
+        out += 32 * L;
+    }
+}
+
+// How decode_columns lays out a strip, and how the product walks it.
+template <int LANES>
+struct ColumnLayout {
+    static constexpr int L = LANES;
+    static constexpr int kUnits = kBlock / (2 * L);   // groups of columns that accumulate together
+    static constexpr int kVectors = 2;                // of a unit: columns c < 8, columns c >= 8
+    static constexpr int kSteps = 16, kStepRows = 1;  // a step takes one row of x
+    static F32<L> broadcast(const float* x) { return F32<L>{} + *x; }
+    static constexpr int offset(int unit, int step, int vector) {
+        return ((unit * 4 + step / 4) * 8 + vector * 4 + step % 4) * L;
+    }
+    static constexpr int stream_index(int i) {  // element i of a strip -> tile * 256 + t
+        const int p = i / L % 32, lane = i % L;
+        return (i / (32 * L) * (L / 8) + lane / 8) * kTileWeights + 32 * (lane % 8) + p;
+    }
+    static void finish(const float* accumulators, float* y) {
+        for (int i = 0; i < kBlock; ++i) {
+            const int unit = i / (2 * L), vector = i / L % 2, lane = i % L;
+            y[(unit * (L / 8) + lane / 8) * kTile + vector * 8 + lane % 8] = accumulators[i];
+        }
+    }
+};
+
+}  // namespace
+}  // namespace exl3

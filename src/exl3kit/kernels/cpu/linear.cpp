@@ -1,0 +1,58 @@
+// One linear: y = H128(H128(x * suh) What) * svh + bias, in two loops over independent items.
+#include <algorithm>
+
+#include "threads.h"
+#include "tier.h"
+
+namespace exl3 {
+namespace {
+
+int64_t worker_floats(int64_t tokens) {
+    return product_scratch(tokens) + token_chunk(tokens) * kBlock;
+}
+
+// One block of 128 columns for one chunk of tokens.
+void column_block(const LinearArgs& a, const Tier& tier, const float* rotated, int64_t block,
+                  int64_t chunk, float* scratch) {
+    const int64_t first = chunk * kTokenChunk, tokens = std::min(kTokenChunk, a.tokens - first);
+    const int64_t column = block * kBlock, width = a.dtype == kFloat32 ? 4 : 2;
+    const int64_t bias_width = a.bias_dtype == kFloat32 ? 4 : 2;
+    float* y = scratch + product_scratch(a.tokens);
+    tier.product({a.trellis + block * kBlockTiles * 8 * a.bits2, a.n / kTile * 8 * a.bits2, a.k, a.bits2,
+                  a.codebook, rotated + first * a.k, tokens, scratch}, y);
+    alignas(64) float scale[kBlock], bias[kBlock] = {};
+    tier.load(a.svh + column, kFloat16, kBlock, scale);
+    if (a.bias != nullptr)
+        tier.load(static_cast<const char*>(a.bias) + column * bias_width, a.bias_dtype, kBlock, bias);
+    for (int64_t token = 0; token < tokens; ++token, y += kBlock) {
+        tier.hadamard(y);
+        for (int i = 0; i < kBlock; ++i) y[i] = y[i] * scale[i] + bias[i];
+        tier.store(y, a.dtype, kBlock,
+                   static_cast<char*>(a.y) + ((first + token) * a.n + column) * width);
+    }
+}
+
+}  // namespace
+}  // namespace exl3
+
+EXL3_API int64_t exl3_linear_workspace(int64_t tokens, int64_t k, int64_t threads) {
+    return tokens * k + threads * exl3::worker_floats(tokens);
+}
+
+EXL3_API void exl3_linear(const exl3::LinearArgs* args) {
+    using namespace exl3;
+    const LinearArgs& a = *args;
+    const Tier& tier = exl3::tier(a.isa);
+    const int64_t width = a.dtype == kFloat32 ? 4 : 2, blocks = a.n / kBlock;
+    const int64_t chunks = (a.tokens + kTokenChunk - 1) / kTokenChunk;
+    float* rotated = a.workspace;
+    float* scratch = rotated + a.tokens * a.k;
+    parallel_for(a.tokens, a.threads, [&](int64_t token, int) {
+        tier.rotate(static_cast<const char*>(a.x) + token * a.k * width, a.dtype, a.suh, a.k,
+                    rotated + token * a.k);
+    });
+    parallel_for(blocks * chunks, a.threads, [&](int64_t item, int worker) {
+        column_block(a, tier, rotated, item % blocks, item / blocks,
+                     scratch + worker * worker_floats(a.tokens));
+    });
+}

@@ -1,0 +1,118 @@
+// Row-wise parts of a tier: conversions, the 128-point transform, the input rotation.
+#pragma once
+
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "tier.h"
+
+namespace exl3 {
+namespace {
+
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline float half_to_float(uint16_t half) {
+#if defined(__F16C__)
+    return _cvtsh_ss(half);
+#else
+    const uint32_t sign = uint32_t(half & 0x8000) << 16, magnitude = half & 0x7FFF;
+    if (magnitude >= 0x7C00) return float_of(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
+    // 2^112 moves the exponent bias from 15 to 127 and is right for subnormal halves too.
+    return float_of(sign | bits_of(float_of(magnitude << 13) * 0x1p112f));
+#endif
+}
+
+inline uint16_t float_to_half(float value) {
+#if defined(__F16C__)
+    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+#else
+    const uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFF;
+    const uint16_t sign = bits >> 16 & 0x8000;
+    if (magnitude > 0x7F800000) return sign | 0x7E00;   // NaN
+    if (magnitude >= 0x477FF000) return sign | 0x7C00;  // rounds to 65536 or more
+    if (magnitude < 0x38800000) {                       // subnormal half: let an fp32 add round it
+        return sign | uint16_t(bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));
+    }
+    return sign | uint16_t((magnitude + 0xFFF + (magnitude >> 13 & 1) - (112u << 23)) >> 13);
+#endif
+}
+
+inline uint16_t float_to_bfloat(float value) {
+    const uint32_t bits = bits_of(value);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return bits >> 16 | 0x40;  // keep a NaN a NaN
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+void load_row(const void* values, int64_t dtype, int64_t count, float* out) {
+    const auto* narrow = static_cast<const uint16_t*>(values);
+    if (dtype == kFloat32) {
+        std::memcpy(out, values, count * sizeof(float));
+    } else if (dtype == kFloat16) {
+        for (int64_t i = 0; i < count; ++i) out[i] = half_to_float(narrow[i]);
+    } else {
+        for (int64_t i = 0; i < count; ++i) out[i] = float_of(uint32_t(narrow[i]) << 16);
+    }
+}
+
+void store_row(const float* values, int64_t dtype, int64_t count, void* out) {
+    auto* narrow = static_cast<uint16_t*>(out);
+    if (dtype == kFloat32) {
+        std::memcpy(out, values, count * sizeof(float));
+    } else if (dtype == kFloat16) {
+        for (int64_t i = 0; i < count; ++i) narrow[i] = float_to_half(values[i]);
+    } else {
+        for (int64_t i = 0; i < count; ++i) narrow[i] = float_to_bfloat(values[i]);
+    }
+}
+
+template <int STEP>
+inline void butterfly(float* block) {
+    for (int i = 0; i < kBlock; i += 2 * STEP) {
+        for (int j = i; j < i + STEP; ++j) {
+            const float low = block[j], high = block[j + STEP];
+            block[j] = low + high;
+            block[j + STEP] = low - high;
+        }
+    }
+}
+
+void hadamard_block(float* block) {
+    butterfly<1>(block);
+    butterfly<2>(block);
+    butterfly<4>(block);
+    butterfly<8>(block);
+    butterfly<16>(block);
+    butterfly<32>(block);
+    butterfly<64>(block);
+    for (int i = 0; i < kBlock; ++i) block[i] *= 0.08838834764831845f;  // 1 / sqrt(128)
+}
+
+void rotate_row(const void* x, int64_t dtype, const uint16_t* suh, int64_t k, float* out) {
+    const int64_t width = dtype == kFloat32 ? 4 : 2;
+    alignas(64) float block[kBlock], scale[kBlock];
+    for (int64_t start = 0; start < k; start += kBlock) {
+        load_row(static_cast<const char*>(x) + start * width, dtype, kBlock, block);
+        load_row(suh + start, kFloat16, kBlock, scale);
+        for (int i = 0; i < kBlock; ++i) block[i] *= scale[i];
+        hadamard_block(block);
+        for (int i = 0; i < kBlock; ++i) {
+            const int l = i >> 2 & 3, w = i & 3;
+            out[start + i] = block[(i & ~15) + 2 * l + (w & 1) + 8 * (w >> 1)];
+        }
+    }
+}
+
+}  // namespace
+}  // namespace exl3

@@ -1,0 +1,166 @@
+"""torch custom ops over the CPU kernels, with fakes, and the functions that users call.
+
+`exl3::linear` and `exl3::moe` change no argument, return new tensors and keep the first dimension
+dynamic, so torch.compile sees one opaque node each. Where no compiler is found the reference runs
+in float32 (exl3kit.jit.cpu warns once).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from exl3kit.jit.cpu import cpu_library
+from exl3kit.kernels import linear as linear_kernel
+from exl3kit.kernels import moe as moe_kernel
+from exl3kit.runtime.checks import check_linear, check_moe, check_readable
+from exl3kit.runtime.reference import reference_linear, reference_moe
+
+
+@torch.library.custom_op("exl3::linear", mutates_args=(), device_types="cpu")
+def _linear(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_linear(x, trellis, suh, svh, codebook, bias)
+    check_readable({"x": x, "trellis": trellis, "suh": suh, "svh": svh, "bias": bias})
+    if cpu_library() is None:
+        return reference_linear(x, trellis, suh, svh, codebook, bias).to(x.dtype)
+    rows = x.view(-1, x.shape[-1])
+    y = linear_kernel.linear(rows, trellis, suh, svh, codebook, bias)
+    return y.view(*x.shape[:-1], svh.shape[0])
+
+
+@_linear.register_fake
+def _(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_linear(x, trellis, suh, svh, codebook, bias)
+    return x.new_empty((*x.shape[:-1], svh.shape[0]))
+
+
+@torch.library.custom_op("exl3::moe", mutates_args=(), device_types="cpu")
+def _moe(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13_trellis: torch.Tensor,
+    w13_suh: torch.Tensor,
+    w13_svh: torch.Tensor,
+    w2_trellis: torch.Tensor,
+    w2_suh: torch.Tensor,
+    w2_svh: torch.Tensor,
+    codebook: str,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    arguments = (
+        x, topk_weights, topk_ids, w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh,
+        codebook,
+    )  # fmt: skip
+    check_moe(*arguments, expert_map)
+    check_readable(
+        {
+            "x": x,
+            "topk_weights": topk_weights,
+            "topk_ids": topk_ids,
+            "w13_trellis": w13_trellis,
+            "w13_suh": w13_suh,
+            "w13_svh": w13_svh,
+            "w2_trellis": w2_trellis,
+            "w2_suh": w2_suh,
+            "w2_svh": w2_svh,
+            "expert_map": expert_map,
+        }
+    )
+    if cpu_library() is None:
+        return reference_moe(*arguments, expert_map).to(x.dtype)
+    local_map = None if expert_map is None else expert_map.to(torch.int32)
+    return moe_kernel.moe(*arguments, local_map)
+
+
+@_moe.register_fake
+def _(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13_trellis: torch.Tensor,
+    w13_suh: torch.Tensor,
+    w13_svh: torch.Tensor,
+    w2_trellis: torch.Tensor,
+    w2_suh: torch.Tensor,
+    w2_svh: torch.Tensor,
+    codebook: str,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_moe(
+        x, topk_weights, topk_ids, w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh,
+        codebook, expert_map,
+    )  # fmt: skip
+    return torch.empty_like(x)
+
+
+def exl3_linear(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = x W + bias with W packed: y = H128(H128(x * suh) What) * svh + bias.
+
+    x         (…, in_features) float32, float16 or bfloat16
+    trellis   int16 (in/16, out/16, 16 K), read as it is in the file, never copied or decoded whole
+    suh, svh  float16 (in,), (out,)
+    codebook  "3inst", "mcg" or "mul1"
+    bias      (out,) float32, float16 or bfloat16, or None
+    returns   (…, out_features) of x's dtype; float32 throughout, rounded once at the end
+
+    A row's result does not depend on the rows beside it nor on the number of threads.
+    Raises FormatError for a wrong shape, dtype or device, or a tensor that is not contiguous.
+    """
+    return _linear(x, trellis, suh, svh, codebook, bias)
+
+
+def exl3_moe(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13_trellis: torch.Tensor,
+    w13_suh: torch.Tensor,
+    w13_svh: torch.Tensor,
+    w2_trellis: torch.Tensor,
+    w2_suh: torch.Tensor,
+    w2_svh: torch.Tensor,
+    codebook: str,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Routed experts: sum over slots j of topk_weights[:, j] * down(silu(gate(x)) * up(x)).
+
+    x             (T, H) float32, float16 or bfloat16; T may be 0
+    topk_weights  float32 (T, top_k); 0 skips the expert
+    topk_ids      int32 or int64 (T, top_k); the same id twice in a token counts twice
+    w13_trellis   int16 (2, E, H/16, S/16, 16 K), gate then up; w13_suh float16 (2, E, H);
+                  w13_svh float16 (2, E, S)
+    w2_trellis    int16 (E, S/16, H/16, 16 K'); w2_suh float16 (E, S); w2_svh float16 (E, H)
+    codebook      "3inst", "mcg" or "mul1", of all three
+    expert_map    int32 or int64 (E_global,): id -> local expert, -1 = not here; None: ids are local
+    returns       (T, H) of x's dtype, the sum over this rank's experts and slice, not reduced over
+                  ranks; float32 throughout, rounded once at the end
+
+    Ids outside the model contribute nothing. A row's result depends neither on the rows beside it
+    nor on the number of threads. Raises FormatError as `exl3_linear` does, and for a map that names
+    an expert which is not there.
+    """
+    return _moe(
+        x, topk_weights, topk_ids, w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh,
+        codebook, expert_map,
+    )  # fmt: skip
