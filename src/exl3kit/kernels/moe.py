@@ -17,8 +17,8 @@ from exl3kit.kernels.launch import (
     require_library,
 )
 
-# Bounds the float32 intermediates of one launch. More tokens are cut into several, which cannot show
-# in the result because rows are independent.
+# Bounds the float32 intermediates of one launch. More tokens are cut into several launches, which
+# cannot show in the result because rows are independent.
 WORKSPACE_BYTES = 256 << 20
 
 _POINTERS = (
