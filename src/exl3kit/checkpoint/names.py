@@ -12,7 +12,7 @@ each under `model.layers.{L}.mlp.experts.{E}.{proj}.rank{r}.`, with an `mcg` mar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,11 +140,14 @@ def check_complete(layer: int, missing: Iterable[str]) -> None:
     """CheckpointError if any tensor of `layer` is missing: the first 32 names and the total."""
     names = sorted(missing)
     if names:
-        more = "" if len(names) <= _MISSING_SHOWN else ", ..."
-        raise CheckpointError(
-            f"layer {layer}: {len(names)} expert tensors are missing: "
-            f"{', '.join(names[:_MISSING_SHOWN])}{more}"
-        )
+        raise CheckpointError(missing_text(f"layer {layer}", names))
+
+
+def missing_text(group: str, names: Sequence[str]) -> str:
+    """The error line for the missing tensors of `group`: how many, and the first 32."""
+    more = "" if len(names) <= _MISSING_SHOWN else ", ..."
+    shown = ", ".join(names[:_MISSING_SHOWN])
+    return f"{group}: {len(names)} tensors are missing: {shown}{more}"
 
 
 def _parse_rank(digits: str, name: str, tp: int) -> int:

@@ -54,7 +54,11 @@ class Checkpoint:
     @property
     def bits(self) -> float | None:
         """Mean bits per weight over the EXL3 linears, from their trellis shapes; None if plain."""
-        trellises = [info for name, info in self.infos.items() if name.endswith(".trellis")]
+        trellises = [
+            info
+            for name, info in self.infos.items()
+            if name.endswith(".trellis") and len(info.shape) == 3
+        ]
         weights = sum(info.shape[0] * info.shape[1] for info in trellises) * TILE * TILE
         return sum(8 * info.nbytes for info in trellises) / weights if weights else None
 

@@ -1,0 +1,63 @@
+"""The command tree. An `Exl3Error` becomes one red line and exit code 2, unless --debug is given."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from exl3kit import __version__
+from exl3kit.cli import env, inspect, verify
+from exl3kit.cli.console import print_error
+from exl3kit.errors import Exl3Error
+
+
+class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; `ctx` is the context of click or of the copy newer typers carry."""
+        try:
+            return super().invoke(ctx)
+        except Exl3Error as error:
+            if ctx.params.get("debug"):
+                raise
+            print_error(str(error))
+            ctx.exit(2)
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Quantise, verify and evaluate EXL3 checkpoints of mixture-of-experts models."""
+
+
+app.command()(inspect.inspect)
+app.command()(verify.verify)
+app.command()(env.env)
+
+
+def main() -> None:
+    """Entry point of the `exl3kit` script."""
+    app()

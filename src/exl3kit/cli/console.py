@@ -1,0 +1,30 @@
+"""What the commands print with: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_error(message: str) -> None:
+    """One red line on stderr; text of the message is never taken for markup."""
+    err.print(f"[red]error:[/red] {escape(message)}", soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """A result for programs: indented JSON, never wrapped or coloured."""
+    out.print(json.dumps(value, indent=2), markup=False, soft_wrap=True)
+
+
+def format_bytes(count: int) -> str:
+    """`count` in the largest binary unit that keeps it above 1."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"

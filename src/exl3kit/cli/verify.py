@@ -1,0 +1,47 @@
+"""`exl3kit verify`: prove a checkpoint's structure, markers, scales and digests; no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl3kit.cli.console import err, format_bytes, out, print_error, print_json
+
+if TYPE_CHECKING:
+    from exl3kit.checkpoint.verify import VerifyReport
+
+
+def verify(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check every name, shape, dtype, marker, scale and digest of a checkpoint, without a GPU.
+
+    Exit code 0: no fault. 1: faults, all of them listed. 2: it cannot be read as a checkpoint.
+    """
+    from exl3kit.checkpoint.verify import verify_checkpoint
+    from exl3kit.models.registry import model_map
+
+    with err.status(f"verifying {checkpoint}"):
+        report = verify_checkpoint(checkpoint, model_map)
+    if json:
+        print_json({**dataclasses.asdict(report), "path": str(report.path), "is_ok": report.is_ok})
+    else:
+        _print(report)
+    if not report.is_ok:
+        raise typer.Exit(1)
+
+
+def _print(report: VerifyReport) -> None:
+    for fault in report.faults:
+        print_error(fault)
+    digests = f"{report.num_digests} digests" if report.num_digests else "no digests to compare"
+    verdict = "[green]ok[/green]" if report.is_ok else f"[red]{len(report.faults)} faults[/red]"
+    out.print(
+        f"{verdict}: {report.dialect}, {report.num_tensors} tensors in {report.num_files} file{'s' * (report.num_files != 1)}, "
+        f"{report.num_exl3_linears} EXL3 linears, {format_bytes(report.num_bytes)}, {digests}",
+        soft_wrap=True,
+    )
