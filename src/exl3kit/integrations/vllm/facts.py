@@ -1,0 +1,162 @@
+"""What an EXL3 checkpoint holds, as plain data that vLLM can pickle to its workers.
+
+vLLM asks a quantisation config about modules by name before any weight is read, so the answers
+come from the metadata and the safetensors headers: a module is EXL3 when the files have its
+`.trellis`, whatever the dialect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
+from exl3kit.checkpoint.names import check_complete, check_rule, expert_rules, layer_index
+from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
+from exl3kit.checkpoint.widths import check_cut
+from exl3kit.errors import FormatError, UnsupportedError
+from exl3kit.format.spec import TILE, Codebook, bits_from_words
+from exl3kit.integrations.vllm.params import MatrixSpec
+
+_EXPERT_MODULE = re.compile(r"\.experts\.\d+\.[^.]+$")
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """The routed experts of one layer: their rates, and whether the file has them cut by rank."""
+
+    layer: int
+    num_experts: int
+    rates: tuple[int | float, ...]
+    codebook: Codebook
+    manifest: RankSlicedManifest | None
+
+    @property
+    def bits(self) -> int | float:
+        """The one rate of all experts; UnsupportedError where experts of the layer differ."""
+        if len(self.rates) != 1:
+            raise UnsupportedError(
+                f"layer {self.layer}: experts with different bits in one layer "
+                f"{list(self.rates)} cannot be served yet; quantise with one rate per layer"
+            )
+        return self.rates[0]
+
+    @property
+    def is_sliced(self) -> bool:
+        """True when every rank's slice is a tensor of its own, False for whole experts."""
+        return self.manifest is not None
+
+    @property
+    def is_shared_h(self) -> bool:
+        """True when the H-side vectors are stored once per layer and rank."""
+        return self.manifest is not None and self.manifest.rotation_layout == SHARED_H
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """EXL3 modules of one checkpoint: linears by module name, routed experts by layer index.
+
+    `num_hidden_layers` is the target's: layers from there on are next-token (draft) layers.
+    """
+
+    path: Path
+    num_hidden_layers: int
+    manifest: RankSlicedManifest | None
+    linears: Mapping[str, MatrixSpec]
+    experts: Mapping[int, ExpertFacts]
+
+
+def read_facts(path: Path, text_config: Any) -> CheckpointFacts:
+    """Read metadata and headers of the folder `path`; `text_config` is the engine's model config.
+
+    CheckpointError for missing or truncated shards, missing tensors, wrong shapes and bad metadata,
+    UnsupportedError for a quantised lm_head.
+    """
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest
+    if manifest is not None:
+        _check_slices(
+            checkpoint, manifest, text_config.hidden_size, text_config.moe_intermediate_size
+        )
+    linears: dict[str, MatrixSpec] = {}
+    experts: dict[int, list[tuple[str, MatrixSpec]]] = {}
+    for name in checkpoint.names():
+        module, _, field = name.rpartition(".")
+        if field != "trellis" or ".rank" in module:
+            continue
+        spec = _matrix_spec(checkpoint, module)
+        if _EXPERT_MODULE.search(module):
+            experts.setdefault(layer_index(module), []).append((module, spec))
+        else:
+            linears[module] = spec
+    _check_head(linears)
+    sliced = {} if manifest is None else _sliced_experts(manifest)
+    whole = {layer: _whole_experts(layer, specs) for layer, specs in experts.items()}
+    return CheckpointFacts(
+        path, text_config.num_hidden_layers, manifest, linears, {**whole, **sliced}
+    )
+
+
+def _check_slices(
+    checkpoint: Checkpoint, manifest: RankSlicedManifest, hidden_size: int, intermediate_size: int
+) -> None:
+    """Every tensor that every rank needs must be there in the declared shape."""
+    check_cut("hidden_size", hidden_size, 1)
+    check_cut("moe_intermediate_size", intermediate_size, manifest.tp)
+    for layer in manifest.moe_layers:
+        missing = []
+        for name, rule in expert_rules(manifest, layer, hidden_size, intermediate_size):
+            if checkpoint.has(name):
+                info = checkpoint.info(name)
+                check_rule(name, info.dtype, info.shape, rule)
+            else:
+                missing.append(name)
+        check_complete(layer, missing)
+
+
+def _matrix_spec(checkpoint: Checkpoint, module: str) -> MatrixSpec:
+    shape = checkpoint.info(f"{module}.trellis").shape
+    markers = [book for book in (Codebook.MCG, Codebook.MUL1) if checkpoint.has(f"{module}.{book}")]
+    if len(shape) != 3 or len(markers) > 1:
+        raise FormatError(
+            f"{module}.trellis: expected 3 dimensions and at most one of mcg, mul1, "
+            f"got shape {list(shape)} and {markers}"
+        )
+    codebook = markers[0] if markers else Codebook.THREE_INST
+    return MatrixSpec(TILE * shape[0], TILE * shape[1], bits_from_words(shape[2]), codebook)
+
+
+def _check_head(linears: Mapping[str, MatrixSpec]) -> None:
+    if "lm_head" in linears:
+        raise UnsupportedError(
+            "lm_head: an EXL3 output head cannot be served yet; store lm_head.weight in BF16"
+        )
+
+
+def _sliced_experts(manifest: RankSlicedManifest) -> dict[int, ExpertFacts]:
+    return {
+        layer: ExpertFacts(
+            layer=layer,
+            num_experts=manifest.experts_per_layer,
+            rates=tuple(sorted(set(manifest.layer_bits[layer]))),
+            codebook=Codebook.MCG,
+            manifest=manifest,
+        )
+        for layer in manifest.moe_layers
+    }
+
+
+def _whole_experts(layer: int, specs: list[tuple[str, MatrixSpec]]) -> ExpertFacts:
+    codebooks = {spec.codebook for _, spec in specs}
+    if len(codebooks) > 1:
+        raise UnsupportedError(f"layer {layer}: experts use several codebooks {sorted(codebooks)}")
+    return ExpertFacts(
+        layer=layer,
+        num_experts=len({module.rpartition(".")[0] for module, _ in specs}),
+        rates=tuple(sorted({spec.bits for _, spec in specs})),
+        codebook=codebooks.pop(),
+        manifest=None,
+    )

@@ -1,0 +1,113 @@
+"""Which tensors of a checkpoint a vLLM worker gets to see, and under which names.
+
+`get_all_weights` is the one hook that runs before any model code, for targets, drafts and reloads
+alike. A rank-sliced file stores `...rank{r}.trellis`; a worker takes its own rank's tensors under
+the names without `.rank{r}`, which vLLM's models then route by themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import torch
+
+from exl3kit.checkpoint.manifest import BLOCK_KEY, RankSlicedManifest
+from exl3kit.checkpoint.names import layer_index, normalise_name
+from exl3kit.errors import CheckpointError
+from exl3kit.integrations.vllm import compat
+from exl3kit.integrations.vllm.config import METHOD, Exl3Config
+from exl3kit.integrations.vllm.facts import CheckpointFacts
+from exl3kit.integrations.vllm.moe import Exl3MoEMethod
+
+_RANK_TENSOR = re.compile(r"\.rank\d+\.(trellis|suh|svh|mcg|mul1)$")
+_EXPERT_TRELLIS = re.compile(r"\.experts\.\d+\.[^.]+\.trellis$")
+_DRAFT_HEAD = re.compile(r"\.shared_head\.head\.(trellis|suh|svh|mcg|mul1)$")
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class Exl3Loader(compat.DefaultModelLoader):
+    """vLLM's default loader with the rank filter in front; other models load as before."""
+
+    def __init__(self, load_config: Any) -> None:
+        if load_config.load_format == METHOD:
+            load_config.load_format = "auto"  # the base class knows its own format names only
+        super().__init__(load_config)
+
+    def get_all_weights(
+        self, model_config: Any, model: torch.nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Tensors for this rank; refuses before the first one when the model cannot hold them."""
+        weights = super().get_all_weights(model_config, model)
+        config = _exl3_config(model)
+        if config is None:
+            if model_config.quantization == METHOD:
+                raise CheckpointError(
+                    f"{model_config.model}: no layer of {type(model).__name__} carries the EXL3 "
+                    "config, so every layer was built unquantised"
+                )
+            return weights
+        facts = config.hydrated(type(model).__name__)
+        check_methods(model, facts)
+        rank = compat.get_tensor_model_parallel_rank()
+        return local_weights(weights, facts, rank)
+
+
+def is_registered() -> bool:
+    """True when vLLM's default load format already resolves to this loader."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    return isinstance(get_model_loader(LoadConfig()), Exl3Loader)
+
+
+def _exl3_config(model: torch.nn.Module) -> Exl3Config | None:
+    configs = (getattr(module, "quant_config", None) for module in model.modules())
+    return next((config for config in configs if isinstance(config, Exl3Config)), None)
+
+
+def check_methods(model: torch.nn.Module, facts: CheckpointFacts) -> None:
+    """CheckpointError if a layer whose experts are EXL3 in the file was built as something else.
+
+    A draft whose config missed the checkpoint would otherwise become a stock MoE, and only the
+    acceptance rate would tell.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, compat.ExpertsLayer):
+            continue
+        if layer_index(name) in facts.experts and not isinstance(
+            module.quant_method, Exl3MoEMethod
+        ):
+            raise CheckpointError(
+                f"{name}: the checkpoint has EXL3 experts for this layer, but it was built with "
+                f"{type(module.quant_method).__name__}"
+            )
+
+
+def local_weights(
+    weights: Weights, facts: CheckpointFacts, rank: int
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """The tensors of `rank`, renamed; an expert trellis as 2-D, its last two dimensions merged.
+
+    vLLM 0.26 to 0.31 take a 3-D expert tensor for a fused [E, N, K] one; `ExpertField` undoes it.
+    """
+    for stored_name, tensor in weights:
+        name = _local_name(stored_name, rank, facts.manifest)
+        if name is None or _is_draft_head(name, facts):
+            continue
+        yield name, tensor.flatten(1) if _EXPERT_TRELLIS.search(name) else tensor
+
+
+def _is_draft_head(name: str, facts: CheckpointFacts) -> bool:
+    """True for a quantised head of a next-token layer: vLLM drafts always use the target's head."""
+    return bool(_DRAFT_HEAD.search(name)) and layer_index(name) >= facts.num_hidden_layers
+
+
+def _local_name(name: str, rank: int, manifest: RankSlicedManifest | None) -> str | None:
+    if manifest is not None:
+        return normalise_name(name, rank, manifest)
+    if _RANK_TENSOR.search(name):
+        raise CheckpointError(f"{name}: rank-sliced tensor, but config.json has no {BLOCK_KEY}")
+    return name
