@@ -18,20 +18,26 @@ namespace {
 // First ring bit past window p of a column: S(p) of the format.
 constexpr int window_end(int p, int bits2) { return ((p + 1) * bits2) >> 1; }
 
-// 32 ring bits that start at 16-bit group g; the group sits at word g ^ 1.
-inline uint32_t ring_dword(const uint16_t* words, int group, int groups) {
-    group = (group + groups) % groups;
-    return uint32_t(words[group ^ 1]) << 16 | words[((group + 1) % groups) ^ 1];
-}
+constexpr int column_dwords(int bits2) { return (bits2 + 1) / 2 + 1; }
 
-// columns[q][lane] = dword q - 1 of the lane's column: one before its first, which windows reach into.
+// columns[lane group][q][lane] = dword q - 1 of the lane's column: one before its first, which windows
+// reach into. Done for a whole strip at once: vectors loaded soon after their lanes were stored stall.
 template <int BITS2, int L>
-inline void gather_columns(const uint16_t* tiles, uint32_t (*columns)[L]) {
-    constexpr int groups = 8 * BITS2, dwords = (BITS2 + 1) / 2 + 1;
-    for (int lane = 0; lane < L; ++lane) {
-        const uint16_t* words = tiles + (lane / 8) * groups;
-        for (int q = 0; q < dwords; ++q) {
-            columns[q][lane] = ring_dword(words, BITS2 * (lane % 8) + 2 * (q - 1), groups);
+inline void gather_columns(const uint16_t* tiles, uint32_t (*columns)[column_dwords(BITS2)][L]) {
+    constexpr int groups = 8 * BITS2, dwords = column_dwords(BITS2);
+    for (int tile = 0; tile < kBlockTiles; ++tile, tiles += groups) {
+        // The ring in reading order, with the ends it wraps to: group g is stored at word g ^ 1.
+        uint16_t ring[2 + groups + 2];
+        for (int g = 0; g < groups; ++g) ring[2 + g] = tiles[g ^ 1];
+        std::memcpy(ring, ring + groups, 4);
+        std::memcpy(ring + 2 + groups, ring + 2, 4);
+        uint32_t(*home)[L] = columns[tile * 8 / L];
+        for (int column = 0; column < 8; ++column) {
+            for (int q = 0; q < dwords; ++q) {
+                uint32_t pair;
+                std::memcpy(&pair, ring + BITS2 * column + 2 * q, 4);
+                home[q][tile * 8 % L + column] = pair << 16 | pair >> 16;
+            }
         }
     }
 }
@@ -75,15 +81,13 @@ inline F32<L> value_of(U32<L> state) {
 
 template <int BITS2, int CODEBOOK, int L>
 void decode_columns(const uint16_t* tiles, float* out) {
-    constexpr int dwords = (BITS2 + 1) / 2 + 1;
-    for (int first = 0; first < kBlockTiles; first += L / 8) {
-        alignas(64) uint32_t columns[dwords + 1][L];
-        gather_columns<BITS2, L>(tiles + first * 8 * BITS2, columns);
+    constexpr int lane_groups = kBlockTiles * 8 / L;
+    alignas(64) uint32_t columns[lane_groups][column_dwords(BITS2)][L];
+    gather_columns<BITS2, L>(tiles, columns);
+    for (int group = 0; group < lane_groups; ++group, out += 32 * L) {
 #pragma GCC unroll 32
-        for (int p = 0; p < 32; ++p) {
-            store(out + p * L, value_of<CODEBOOK, L>(window<BITS2, L>(columns, p)));
-        }
-        out += 32 * L;
+        for (int p = 0; p < 32; ++p)
+            store(out + p * L, value_of<CODEBOOK, L>(window<BITS2, L>(columns[group], p)));
     }
 }
 
