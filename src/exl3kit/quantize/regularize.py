@@ -1,0 +1,96 @@
+"""Make a weight matrix near Gaussian: channel scales, random signs, Hadamard on both sides.
+
+    W = diag(su) H_k inner H_n diag(sv)
+
+Columns are brought to equal RMS before the column transform and rows after it, so `inner` has RMS
+1.2437 (the deviation of the 3inst codebook, used for every codebook) and no outliers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from exl3kit.errors import FormatError
+from exl3kit.format.hadamard import hadamard
+from exl3kit.format.spec import GAUSS_SCALE, HADAMARD_BLOCK
+
+_TINY = 1e-30  # a channel with a smaller RMS counts as zero
+_NUDGE = 1e-10  # exllamav3's: keeps a scale off zero
+
+Signs = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Regularized:
+    """`inner` float32 (k, n); `su` float32 (k,) and `sv` float32 (n,), 0 on all-zero channels."""
+
+    inner: torch.Tensor
+    su: torch.Tensor
+    sv: torch.Tensor
+
+
+def padded_size(size: int) -> int:
+    """`size` rounded up to whole Hadamard blocks of 128."""
+    return -(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK
+
+
+def pad_matrix(matrix: torch.Tensor) -> torch.Tensor:
+    """(k, n) with zeros up to multiples of 128 on both sides."""
+    rows, columns = matrix.shape
+    return F.pad(matrix, (0, padded_size(columns) - columns, 0, padded_size(rows) - rows))
+
+
+def make_signs(k: int, n: int, seed: int) -> Signs:
+    """Random +-1 as float32 (k,) and (n,); the same for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = [torch.randint(0, 2, (size,), generator=generator) for size in (k, n)]
+    return draw[0].float() * 2 - 1, draw[1].float() * 2 - 1
+
+
+def check_signs(signs: Signs, k: int, n: int) -> Signs:
+    """Signs as float32 padded with +1 to the stored sizes; FormatError unless +-1 of (k,), (n,)."""
+    checked = []
+    for side, vector, size in (("in", signs[0], k), ("out", signs[1], n)):
+        if tuple(vector.shape) not in ((size,), (padded_size(size),)):
+            raise FormatError(
+                f"signs ({side}): expected ({size},) or ({padded_size(size)},), "
+                f"got {tuple(vector.shape)}"
+            )
+        if not bool((vector.abs() == 1).all()):
+            raise FormatError(f"signs ({side}): expected +1 or -1 everywhere")
+        checked.append(F.pad(vector.float(), (0, padded_size(size) - len(vector)), value=1.0))
+    return checked[0], checked[1]
+
+
+def _rms(matrix: torch.Tensor, dim: int) -> torch.Tensor:
+    return matrix.square().mean(dim=dim).sqrt()
+
+
+def regularize(weight: torch.Tensor, signs: Signs) -> Regularized:
+    """Regularise float32 (k, n), sides multiples of 128, with signs of (k,) and (n,).
+
+    All-zero columns and rows get a scale of exactly 0: they decode to exact zeros.
+    """
+    # Squares of values near 1e-20 would underflow in fp32; a power of two changes no other bit.
+    _, exponent = torch.frexp(weight.abs().max())
+    unit = torch.tensor(2.0) ** exponent
+    normal = weight / unit
+
+    column_rms = _rms(normal, 0)
+    is_zero_column = column_rms < _TINY
+    mean = column_rms.mean()
+    relative = column_rms / torch.where(mean > 0, mean, torch.ones(()))
+    sv = signs[1] * torch.where(is_zero_column, 0.1, relative) + _NUDGE
+    rotated = hadamard(normal / sv, dim=1)
+
+    row_rms = _rms(rotated, 1)
+    is_zero_row = row_rms < _TINY
+    magnitude = torch.where(is_zero_row, 0.1, row_rms)
+    su = signs[0] * magnitude / -GAUSS_SCALE + _NUDGE
+    inner = hadamard(rotated / su.unsqueeze(1), dim=0)
+    return Regularized(
+        inner, (su * unit).masked_fill(is_zero_row, 0), sv.masked_fill(is_zero_column, 0)
+    )

@@ -1,0 +1,242 @@
+"""The whole way of one tensor: dense weight and Hessian -> `Exl3Tensor` and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from exl3kit.errors import FormatError
+from exl3kit.format.decode import rotate_back
+from exl3kit.format.spec import Codebook, check_bits, check_codebook
+from exl3kit.format.tensors import Exl3Tensor, make_marker
+from exl3kit.format.trellis import pack
+from exl3kit.quantize import ldl
+from exl3kit.quantize.ldlq import decode_matrix, encode_matrix, ldlq
+from exl3kit.quantize.refit import refit
+from exl3kit.quantize.regularize import (
+    Regularized,
+    Signs,
+    check_signs,
+    make_signs,
+    pad_matrix,
+    padded_size,
+    regularize,
+)
+from exl3kit.quantize.scale import best_scale, sample_tiles
+from exl3kit.quantize.stats import TensorStats, proxy_error
+
+SIGMA_REG = 0.025  # damping of the Hessian, of its mean diagonal
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """One matrix ready to encode; sizes are the padded ones."""
+
+    weight: torch.Tensor  # float32 (k, n)
+    hessian: torch.Tensor | None  # float64 (k, k), mean diagonal 1, undamped; None = fallback
+    damped: torch.Tensor | None
+    regular: Regularized  # inner already times scale, su already over it
+    scale: float
+
+
+def quantize_tensor(
+    weight: torch.Tensor,
+    hessian: torch.Tensor | None,
+    bits: int | float,
+    codebook: str = "mcg",
+    signs: Signs | None = None,
+    scale: float | None = None,
+    seed: int = 0,
+    sigma_reg: float = SIGMA_REG,
+) -> tuple[Exl3Tensor, TensorStats]:
+    """Quantise one linear, y = x weight.
+
+    weight     (in, out), any float dtype; both sides are padded with zeros to multiples of 128, and
+               the result has the padded sizes (svh is 0 on padded outputs)
+    hessian    (in, in), sum or mean of x' x over calibration rows: its scale does not matter. None,
+               or one with a mean diagonal below 1e-20: no error feedback and no refit
+    bits       1..8, with codebook mul1 also 1.5, 2.5, 3.5
+    codebook   "3inst", "mcg" or "mul1"
+    signs      +-1 vectors (in,) and (out,); default drawn from `seed`
+    scale      g, a positive number; default searched for
+    sigma_reg  damping of the Hessian, in units of its mean diagonal
+
+    The same arguments give the same bytes, on any number of threads and any instruction set of
+    the encoder (the float32 products around it may round differently on another machine).
+    Raises FormatError for shapes, dtypes, rates and values it cannot quantise.
+    """
+    seeds, chosen = [seed], None if signs is None else [signs]
+    return quantize_tensors(
+        [weight], [hessian], bits, codebook, chosen, scale, seeds, sigma_reg=sigma_reg
+    )[0]
+
+
+def quantize_tensors(
+    weights: Sequence[torch.Tensor],
+    hessians: Sequence[torch.Tensor | None],
+    bits: int | float,
+    codebook: str = "mcg",
+    signs: Sequence[Signs] | None = None,
+    scale: float | None = None,
+    seeds: Sequence[int] | None = None,
+    sigma_reg: float = SIGMA_REG,
+) -> list[tuple[Exl3Tensor, TensorStats]]:
+    """`quantize_tensor` for several matrices of one shape: the same results, threads kept busy.
+
+    One matrix offers the encoder out/16 tiles at a time; 256 x 128 slices one by one leave
+    threads idle. `seeds` (default 0, 1, ...) and `signs` are per matrix, `scale` is shared.
+    """
+    name = check_codebook(codebook)
+    rate = check_bits(bits, name)
+    _check_call(weights, hessians, signs, scale, seeds, sigma_reg)
+    seeds = range(len(weights)) if seeds is None else seeds
+    prepared = [
+        _prepare(
+            weight,
+            hessian,
+            make_signs(*map(padded_size, weight.shape), seeds[i])
+            if signs is None
+            else check_signs(signs[i], *weight.shape),
+            rate,
+            name,
+            scale,
+            sigma_reg,
+        )
+        for i, (weight, hessian) in enumerate(zip(weights, hessians, strict=True))
+    ]
+    states = _encode_all(prepared, rate, name)
+    return [_finish(p, s, rate, name) for p, s in zip(prepared, states, strict=True)]
+
+
+def _check_call(
+    weights: Sequence[torch.Tensor],
+    hessians: Sequence[torch.Tensor | None],
+    signs: Sequence[Signs] | None,
+    scale: float | None,
+    seeds: Sequence[int] | None,
+    sigma_reg: float,
+) -> None:
+    for what, given in (("hessians", hessians), ("signs", signs), ("seeds", seeds)):
+        if given is not None and len(given) != len(weights):
+            raise FormatError(f"{what}: expected {len(weights)}, one a weight, got {len(given)}")
+    for weight, hessian in zip(weights, hessians, strict=True):
+        _check_weight(weight)
+        if weight.shape != weights[0].shape:
+            raise FormatError(
+                f"weights: expected equal shapes, got {tuple(weights[0].shape)} "
+                f"and {tuple(weight.shape)}"
+            )
+        if hessian is not None:
+            ldl.check_hessian(hessian, weight.shape[0])
+    if scale is not None and not 0 < scale < float("inf"):
+        raise FormatError(f"scale: expected a positive finite number, got {scale}")
+    if not 0 <= sigma_reg < float("inf"):
+        raise FormatError(f"sigma_reg: expected a finite number >= 0, got {sigma_reg}")
+
+
+def _check_weight(weight: torch.Tensor) -> None:
+    if weight.dim() != 2 or 0 in weight.shape or not weight.is_floating_point():
+        raise FormatError(
+            f"weight: expected a floating-point (in, out) matrix, got {weight.dtype} "
+            f"{tuple(weight.shape)}"
+        )
+    if not bool(torch.isfinite(weight.float()).all()):
+        row, column = (~torch.isfinite(weight.float())).nonzero()[0].tolist()
+        raise FormatError(
+            f"weight: expected values finite in float32, got {weight[row, column].item()} "
+            f"at ({row}, {column})"
+        )
+
+
+def _prepare(
+    weight: torch.Tensor,
+    hessian: torch.Tensor | None,
+    signs: Signs,
+    bits: int | float,
+    codebook: Codebook,
+    scale: float | None,
+    sigma_reg: float,
+) -> _Prepared:
+    padded = pad_matrix(weight.float())
+    regular = regularize(padded, signs)
+    g = best_scale(sample_tiles(regular.inner), bits, codebook) if scale is None else float(scale)
+    scaled = Regularized(regular.inner * g, regular.su / g, regular.sv)
+    if hessian is None or ldl.is_dead(hessian):
+        return _Prepared(padded, None, None, scaled, g)
+    h = ldl.normalized(pad_matrix(hessian))
+    return _Prepared(padded, h, ldl.damped(h, sigma_reg), scaled, g)
+
+
+def _encode_all(
+    prepared: Sequence[_Prepared], bits: int | float, codebook: Codebook
+) -> list[torch.Tensor]:
+    """States (k/16, n/16, 256) of each matrix: those with a Hessian together, the others alone."""
+    states: dict[int, torch.Tensor] = {}
+    with_feedback = [i for i, p in enumerate(prepared) if p.damped is not None]
+    for i, p in enumerate(prepared):
+        if p.damped is None:
+            states[i] = encode_matrix(p.regular.inner, bits, codebook)
+    if with_feedback:
+        chosen = [prepared[i] for i in with_feedback]
+        inner = torch.stack([p.regular.inner for p in chosen])
+        lower = torch.stack([_factor(p) for p in chosen])
+        states.update(zip(with_feedback, ldlq(inner, lower, bits, codebook), strict=True))
+    return [states[i] for i in range(len(prepared))]
+
+
+def _factor(prepared: _Prepared) -> torch.Tensor:
+    """The feedback factor in the inner basis, which has the signs of su (0 counts as +)."""
+    assert prepared.damped is not None
+    signs = torch.where(prepared.regular.su < 0, -1.0, 1.0)
+    return ldl.feedback_factor(ldl.rotated(prepared.damped, signs))
+
+
+def _finish(
+    prepared: _Prepared, states: torch.Tensor, bits: int | float, codebook: Codebook
+) -> tuple[Exl3Tensor, TensorStats]:
+    inner = decode_matrix(states, codebook)
+    suh, svh = prepared.regular.su, prepared.regular.sv
+    if prepared.damped is not None:
+        quantized = rotate_back(inner, suh, svh, torch.float64)
+        suh, svh = refit(prepared.weight, quantized, prepared.damped, suh, svh)
+    suh, svh = _to_half(suh, svh)
+    tensor = _assemble(pack(states, bits), suh, svh, codebook)
+    dense = rotate_back(inner, suh, svh, torch.float64)
+    error = proxy_error(prepared.weight, dense, prepared.hessian)
+    return tensor, TensorStats(error, prepared.scale, fallback=prepared.damped is None)
+
+
+def _assemble(
+    trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, codebook: Codebook
+) -> Exl3Tensor:
+    marker = make_marker(codebook)
+    return Exl3Tensor(
+        trellis,
+        suh,
+        svh,
+        mcg=marker if codebook is Codebook.MCG else None,
+        mul1=marker if codebook is Codebook.MUL1 else None,
+    )
+
+
+def _to_half(suh: torch.Tensor, svh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp16 vectors of the same product, moving a power of two between them if suh needs it.
+
+    suh carries the size of the weights: weights below 6e-5 make it subnormal in fp16, above 8e4 it
+    overflows. svh is near 1 and has the room. FormatError where even both together have not.
+    """
+    largest = float(suh.abs().max())
+    if largest > 0 and not 2.0**-10 <= largest <= 2.0**14:
+        _, exponent = torch.frexp(suh.abs().max())
+        shift = torch.tensor(2.0) ** exponent
+        suh, svh = suh / shift, svh * shift
+    halves = suh.half(), svh.half()
+    for name, exact, half in (("suh", suh, halves[0]), ("svh", svh, halves[1])):
+        if not bool(torch.isfinite(half).all()) or (bool(exact.any()) and not bool(half.any())):
+            raise FormatError(
+                f"{name}: expected values that fp16 holds, got up to {exact.abs().max().item():.3g}; "
+                "rescale the weight"
+            )
+    return halves
