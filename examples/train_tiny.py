@@ -1,0 +1,220 @@
+"""Train the demo model from scratch and write it as a Hugging Face checkpoint.
+
+    python examples/train_data.py --work .train --out examples/demo-model --calibration ...   # text, tokenizer
+    python examples/train_tiny.py --data .train --out examples/demo-model --steps 8000 --device cuda
+
+AdamW on float32 weights under bf16 autocast, linear warm-up, cosine decay. Every batch is drawn from a generator
+seeded by --seed; half of its windows start where a document starts, as a chat does. Written to OUT, the weights also
+every --save-every steps: config.json, two safetensors shards with index, train_log.json, loss_curve.svg.
+Plain torch (2.6 or newer), numpy and safetensors are needed; no transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tiny_glm4_moe import TinyConfig, TinyGlm4Moe
+from torch import Tensor, nn
+
+END_ID = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What determines a run, besides the data."""
+
+    steps: int
+    batch: int = 128
+    length: int = 512
+    peak_rate: float = 3e-3
+    warmup: int = 300
+    weight_decay: float = 0.1
+    mtp_weight: float = 0.3
+    balance_rate: float = 1e-3
+    seed: int = 0
+
+
+class Windows:
+    """Draws (batch, length + 2) token windows from one stream; half start at a document, half anywhere."""
+
+    def __init__(self, tokens: np.ndarray, recipe: Recipe, device: torch.device):
+        self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
+        self.offsets = torch.arange(recipe.length + 2, device=device)
+        self.last = len(tokens) - recipe.length - 2
+        starts = np.flatnonzero(tokens[: self.last] == END_ID) + 1
+        self.document_starts = torch.from_numpy(starts)
+        self.batch = recipe.batch
+        self.random = torch.Generator().manual_seed(recipe.seed)
+
+    def draw(self) -> Tensor:
+        """The next batch, int64 on the device."""
+        half = self.batch // 2
+        chosen = torch.randint(len(self.document_starts), (half,), generator=self.random)
+        anywhere = torch.randint(self.last, (self.batch - half,), generator=self.random)
+        starts = torch.cat([self.document_starts[chosen], anywhere]).to(self.tokens.device)
+        return self.tokens[starts[:, None] + self.offsets].long()
+
+
+def learning_rate(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, then cosine to zero."""
+    if step < recipe.warmup:
+        return recipe.peak_rate * (step + 1) / recipe.warmup
+    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.peak_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """Weight decay on the matrices, none on norms and embeddings."""
+    named = list(model.named_parameters())
+    plain = [p for n, p in named if p.ndim < 2 or "embed" in n]
+    decayed = [p for n, p in named if p.ndim >= 2 and "embed" not in n]
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.95), fused=True)
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: TinyGlm4Moe, tokens: np.ndarray, length: int, windows: int = 256
+) -> dict[str, float]:
+    """Mean losses in nats over the first non-overlapping windows of the held-out stream."""
+    size = length + 2
+    windows = min(windows, len(tokens) // size)
+    device = model.lm_head.weight.device
+    block = (
+        torch.from_numpy(tokens[: windows * size].astype(np.int64)).view(windows, size).to(device)
+    )
+    sums = [0.0, 0.0]
+    for part in block.split(32):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            losses = model.losses(part)
+        sums = [s + float(loss) * len(part) for s, loss in zip(sums, losses, strict=True)]
+    return {"held_out": sums[0] / windows, "held_out_mtp": sums[1] / windows}
+
+
+def write_checkpoint(model: TinyGlm4Moe, out: Path, shards: int = 2) -> None:
+    """config.json, model-0000x-of-0000y.safetensors of about equal size, model.safetensors.index.json."""
+    tensors = dict(model.checkpoint())
+    total = sum(t.nbytes for t in tensors.values())
+    parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
+    size = 0
+    for name, tensor in tensors.items():
+        parts[min(shards - 1, size * shards // total)][name] = tensor
+        size += tensor.nbytes
+    weight_map = {}
+    for i, part in enumerate(parts):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        save_file(part, out / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(model.config.to_config(), indent=2) + "\n")
+
+
+def write_curve(log: list[dict[str, float]], path: Path) -> None:
+    """The losses over the steps as a small SVG: training, held out, held out of the MTP layer."""
+    curves = {"train": "#888", "held_out": "#06c", "held_out_mtp": "#c60"}
+    values = [row[name] for row in log for name in curves if name in row]
+    low, high, last = math.floor(min(values)), math.ceil(max(values)), log[-1]["step"]
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 360" font-family="sans-serif" font-size="12">'
+    ]
+    for nat in range(low, high + 1):
+        y = 320 - 290 * (nat - low) / (high - low)
+        parts.append(
+            f'<path d="M50 {y:.1f}H620" stroke="#ddd"/><text x="25" y="{y + 4:.1f}">{nat}</text>'
+        )
+    for i, (name, color) in enumerate(curves.items()):
+        points = [
+            f"{50 + 570 * row['step'] / last:.1f},{320 - 290 * (row[name] - low) / (high - low):.1f}"
+            for row in log
+            if name in row
+        ]
+        parts.append(
+            f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+        )
+        parts.append(
+            f'<text x="480" y="{50 + 18 * i}" fill="{color}">{name.replace("_", " ")}</text>'
+        )
+    parts.append(f'<text x="50" y="345">loss in nats a token over {int(last)} steps</text></svg>')
+    path.write_text("\n".join(parts) + "\n")
+
+
+def train(
+    model: TinyGlm4Moe, data: Path, recipe: Recipe, out: Path, save_every: int
+) -> list[dict[str, float]]:
+    """Run the recipe; returns (and keeps writing) the log, one row every 50 steps."""
+    device = model.lm_head.weight.device
+    windows = Windows(np.load(data / "train.npz")["tokens"], recipe, device)
+    held_out = np.load(data / "held_out.npz")["tokens"]
+    optimizer = make_optimizer(model, recipe)
+    losses_of = torch.compile(model.losses) if device.type == "cuda" else model.losses
+    log: list[dict[str, float]] = []
+    start = time.time()
+    for step in range(recipe.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, recipe)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss, mtp_loss = losses_of(windows.draw())
+        (loss + recipe.mtp_weight * mtp_loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step < 0.9 * recipe.steps:  # the last tenth trains with the routing that is shipped
+            for router in model.routers().values():
+                router.balance(recipe.balance_rate)
+        if step % 50 == 0 or step == recipe.steps - 1:
+            row = {"step": step, "seconds": round(time.time() - start, 1)}
+            row |= {"train": round(loss.item(), 4), "train_mtp": round(mtp_loss.item(), 4)}
+            if step % 500 == 0 or step == recipe.steps - 1:
+                row |= {
+                    k: round(v, 4) for k, v in held_out_loss(model, held_out, recipe.length).items()
+                }
+                loads = [r.load for r in model.routers().values()]
+                row |= {"least_load": round(float(min(x.min() for x in loads)), 4)}
+            log.append(row)
+            print(json.dumps(row), flush=True)
+        if (step + 1) % save_every == 0:
+            write_checkpoint(model, out)
+    return log
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description="Train the demo model.")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with train.npz and held_out.npz"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument(
+        "--batch", type=int, default=Recipe.batch, help="windows of 512 tokens a step"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    recipe = Recipe(steps=args.steps, batch=args.batch, seed=args.seed)
+    model = TinyGlm4Moe(TinyConfig()).to(args.device)
+    log = train(model, args.data, recipe, args.out, args.save_every)
+    write_checkpoint(model, args.out)
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
+    run = {"recipe": asdict(recipe), "device": device, "torch": torch.__version__, "log": log}
+    (args.out / "train_log.json").write_text(json.dumps(run, indent=1) + "\n")
+    write_curve(log, args.out / "loss_curve.svg")
+
+
+if __name__ == "__main__":
+    main()
