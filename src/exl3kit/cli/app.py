@@ -1,4 +1,4 @@
-"""The command tree. An `Exl3Error` becomes one red line and exit code 2, unless --debug is given."""
+"""The command tree. An `Exl3Error` becomes one red line and exit code 2; --debug shows it whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from exl3kit import __version__
-from exl3kit.cli import env, inspect, verify
+from exl3kit.cli import env, eval, inspect, quantize, verify
 from exl3kit.cli.console import print_error
 from exl3kit.errors import Exl3Error
 
@@ -55,6 +55,8 @@ def _options(
 
 app.command()(inspect.inspect)
 app.command()(verify.verify)
+app.command()(quantize.quantize)
+app.command("eval")(eval.evaluate)
 app.command()(env.env)
 
 

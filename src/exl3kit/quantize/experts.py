@@ -1,0 +1,163 @@
+"""Routed experts of one layer: cut into rank slices, each quantised as an EXL3 linear of its own.
+
+Gate and up are cut by output channels and every slice uses the whole (H, H) Hessian; down is cut by
+input channels and a slice uses its diagonal block of the (I, I) Hessian. A slice's error feedback
+stays inside the slice. Slices of one shape go to the quantiser together, which keeps its threads
+busy, and share one scale g a layer: searching each slice costs as much as encoding it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exl3kit.checkpoint.names import PROJECTIONS
+from exl3kit.format.spec import Codebook
+from exl3kit.format.tensors import Exl3Tensor
+from exl3kit.models import glm4_moe_block as block
+from exl3kit.quantize.hessian import NO_HESSIANS, ExpertHessians, LayerHessians
+from exl3kit.quantize.report import SliceResult
+from exl3kit.quantize.scale import search_scale
+from exl3kit.quantize.tensor import quantize_tensors
+
+# Projections whose slices have one shape, and so one call of the quantiser and one scale.
+_GATE_UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+_GROUPS = (_GATE_UP, _DOWN)
+_SCALE_EXPERTS = 4
+
+
+@dataclass(frozen=True)
+class ExpertJob:
+    """What all experts of a run share; `emit` is given every finished slice with its result."""
+
+    bits: int
+    tp: int
+    seed: int
+    emit: Callable[[Exl3Tensor, SliceResult], None]
+
+    def scales(self, weights: block.Weights, num_experts: int) -> dict[str, float]:
+        """The g of each projection of a layer, from the slices of a few experts spread over it."""
+        step = -(-num_experts // _SCALE_EXPERTS)
+        scales = {}
+        for group in _GROUPS:
+            slices = [
+                piece
+                for expert in range(0, num_experts, step)
+                for projection in group
+                for piece in self.slices(_dense(weights, expert, projection), projection)
+            ]
+            g = search_scale(slices, self.bits, Codebook.MCG, self.seed)
+            scales |= dict.fromkeys(group, g)
+        return scales
+
+    def quantize(
+        self,
+        layer: int,
+        expert: int,
+        dense: Mapping[str, Tensor],
+        hessians: ExpertHessians,
+        scales: Mapping[str, float],
+    ) -> dict[str, Tensor]:
+        """Quantise one expert's projections (out_features, in_features); returns them decoded."""
+        decoded = {}
+        for group in _GROUPS:
+            pieces, own, names = [], [], []
+            for projection in group:
+                pieces += self.slices(dense[projection], projection)
+                own += self.slice_hessians(hessians, projection)
+                stem = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
+                names += [f"{stem}.rank{rank}" for rank in range(self.tp)]
+            done = quantize_tensors(
+                pieces,
+                own,
+                self.bits,
+                Codebook.MCG,
+                scale=scales[group[0]],
+                seeds=[slice_seed(self.seed, name) for name in names],
+            )
+            for name, (tensor, stats) in zip(names, done, strict=True):
+                result = SliceResult(
+                    name,
+                    layer,
+                    name.split(".")[-2],
+                    stats.proxy_error,
+                    stats.scale,
+                    hessians.coverage,
+                    hessians.tokens,
+                )
+                self.emit(tensor, result)
+            for i, projection in enumerate(group):
+                parts = [t.dequantize() for t, _ in done[i * self.tp : (i + 1) * self.tp]]
+                decoded[projection] = torch.cat(parts, dim=_cut_dim(projection)).T
+        return decoded
+
+    def slices(self, weight: Tensor, projection: str) -> list[Tensor]:
+        """(out_features, in_features) -> one (in, out) contiguous matrix a rank."""
+        pieces = weight.T.chunk(self.tp, dim=_cut_dim(projection))
+        return [piece.contiguous() for piece in pieces]
+
+    def slice_hessians(self, hessians: ExpertHessians, projection: str) -> list[Tensor | None]:
+        """The Hessian of each rank's slice: all of it, or for down the slice's diagonal block."""
+        if projection != "down_proj":
+            return [hessians.gate_up] * self.tp
+        if hessians.down is None:
+            return [None] * self.tp
+        size = len(hessians.down) // self.tp
+        spans = [slice(rank * size, (rank + 1) * size) for rank in range(self.tp)]
+        return [hessians.down[span, span].contiguous() for span in spans]
+
+
+def slice_seed(seed: int, name: str) -> int:
+    """The sign seed of one slice, by the job's seed and its name, whatever the order of work."""
+    return zlib.crc32(f"{seed}:{name}".encode())
+
+
+def _cut_dim(projection: str) -> int:
+    """The dimension of an (in, out) matrix that ranks share out: the intermediate one."""
+    return 0 if projection == "down_proj" else 1
+
+
+def _dense(weights: block.Weights, expert: int, projection: str) -> Tensor:
+    return weights[f"mlp.experts.{expert}.{projection}.weight"]
+
+
+def quantize_layer(
+    job: ExpertJob,
+    layer: int,
+    tokens: Tensor,
+    weights: block.Weights,
+    config: block.ForwardConfig,
+) -> Tensor:
+    """Quantise all routed experts of `layer` on its input tokens (T, H).
+
+    Returns what the quantised experts make of those tokens, (T, H): the routed sum that the next
+    layer is calibrated on.
+    """
+    routing = block.route(tokens, weights, config)
+    hessians = LayerHessians(f"model.layers.{layer}", tokens, routing, weights, config)
+    scales = job.scales(weights, config.n_routed_experts)
+    out = torch.zeros_like(tokens)
+    for expert, index, weight in routing.by_expert(config.n_routed_experts):
+        dense = {p: _dense(weights, expert, p) for p in PROJECTIONS}
+        inputs = tokens.index_select(0, index)
+        activation = block.gated_activation(inputs, dense["gate_proj"], dense["up_proj"])
+        own = hessians.of(expert, inputs, activation)
+        decoded = job.quantize(layer, expert, dense, own, scales)
+        activation = block.gated_activation(inputs, decoded["gate_proj"], decoded["up_proj"])
+        out.index_add_(0, index, F.linear(activation, decoded["down_proj"]) * weight[:, None])
+    return out
+
+
+def quantize_layer_blind(
+    job: ExpertJob, layer: int, weights: block.Weights, num_experts: int
+) -> None:
+    """Quantise all routed experts of a layer that is not calibrated (MTP): no error feedback."""
+    scales = job.scales(weights, num_experts)
+    for expert in range(num_experts):
+        dense = {p: _dense(weights, expert, p) for p in PROJECTIONS}
+        job.quantize(layer, expert, dense, NO_HESSIANS, scales)

@@ -1,0 +1,304 @@
+"""The whole job on a tiny model: what is written, what is copied, what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from exl3kit.checkpoint.names import expert_rules
+from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
+from exl3kit.errors import CheckpointError, Exl3Error, FormatError, SliceError, UnsupportedError
+from exl3kit.models.module_weights import ModuleWeights
+from exl3kit.quantize.calibration import TextError
+from exl3kit.quantize.job import quantize_checkpoint
+from exl3kit.quantize.preflight import QuantizeOptions
+from exl3kit.quantize.report import QuantizeReport
+from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
+
+# One MoE layer of 24 slices with 64 tiles each: about 4 s of encoding on two cores.
+SPEC = TinyGlm4Moe(
+    hidden_size=128,
+    intermediate_size=128,
+    moe_intermediate_size=256,
+    num_experts=4,
+    num_layers=2,
+    mtp_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+)
+OPTIONS = QuantizeOptions(bits=2, tp=2, rows=4, cols=128, seed=3)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("source"), SPEC)
+
+
+@pytest.fixture(scope="module")
+def done(
+    source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Checkpoint, QuantizeReport, list[tuple[int, int, str]]]:
+    """One finished job, its report and its progress calls."""
+    seen: list[tuple[int, int, str]] = []
+    out = tmp_path_factory.mktemp("job") / "out"
+    report = quantize_checkpoint(source, out, OPTIONS, progress=lambda *call: seen.append(call))
+    return open_checkpoint(out), report, seen
+
+
+Done = tuple[Checkpoint, QuantizeReport, list[tuple[int, int, str]]]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def edit_source(
+    source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
+) -> Path:
+    """A copy of `source` whose tensors and config `change` edits in place."""
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_experts_are_dialect_a_and_all_else_is_copied(source: Path, done: Done) -> None:
+    checkpoint, _, _ = done
+    manifest = checkpoint.manifest
+    assert manifest is not None
+    assert (manifest.tp, list(manifest.moe_layers), manifest.experts_per_layer) == (2, [1], 4)
+    rules = dict(expert_rules(manifest, 1, 128, 256))
+    original = load_file(source / "model.safetensors")
+    experts = {n for n in original if n.startswith("model.layers.1.mlp.experts.")}
+    assert set(checkpoint.names()) == set(rules) | (set(original) - experts)
+    for name, rule in rules.items():
+        info = checkpoint.info(name)
+        assert (info.dtype, info.shape) == (rule.dtype, rule.shape), name
+        assert not name.endswith(".mcg") or checkpoint.tensor(name).item() == -877912083
+    for name in set(original) - experts:
+        copy = checkpoint.tensor(name)
+        assert copy.dtype == original[name].dtype
+        assert torch.equal(copy.view(torch.uint8), original[name].view(torch.uint8)), name
+    bias = checkpoint.info("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert bias.dtype == torch.float32
+
+
+def test_metadata_and_side_files(source: Path, done: Done) -> None:
+    checkpoint, report, _ = done
+    config = checkpoint.config
+    assert config["quantization_config"]["quant_method"] == "exl3"
+    block = config["hybrid_tr3_tail"]
+    assert (block["bits"], block["rotation_layout"]) == (2, "per_expert_v1")
+    assert (block["source_format"], block["producer"]) == ("BF16", "exl3kit")
+    assert block["calibration"] == report.calibration
+    assert report.calibration["tokens_per_layer"] == 4 * 128
+    original = json.loads((source / "config.json").read_text())
+    assert {k: v for k, v in config.items() if k in original} == original
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (checkpoint.path / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_decoded_slices_are_the_source_weights_within_the_rate(source: Path, done: Done) -> None:
+    checkpoint, report, _ = done
+    dense = load_file(source / "model.safetensors")
+    decoded = ModuleWeights(checkpoint)
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.2.{projection}.weight"
+        error = decoded[name] - dense[name].float()
+        # 2 bits on Gaussian weights: 0.068 (mcg); LDLQ pays some weight error for output error.
+        assert error.square().mean() / dense[name].float().square().mean() < 0.12
+    for result in report.slices:
+        assert 0 < result.proxy_error < 0.075, result.name
+
+
+def test_report_and_progress_cover_every_slice(done: Done) -> None:
+    checkpoint, report, seen = done
+    assert [call[0] for call in seen] == list(range(1, 25))
+    assert {call[1] for call in seen} == {24}
+    assert [call[2] for call in seen] == [result.name for result in report.slices]
+    stored = json.loads((checkpoint.path / "quantization_report.json").read_text())
+    assert stored == json.loads(json.dumps(report.to_json()))
+    (gate, up, down) = report.summaries()
+    assert (gate.projection, up.projection, down.projection) == (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    errors = [r.proxy_error for r in report.slices if r.projection == "down_proj"]
+    assert down.max_proxy_error == max(errors) == stored["proxy_error"][down.worst]
+    assert down.mean_proxy_error == pytest.approx(sum(errors) / len(errors))
+
+
+def test_same_seed_writes_the_same_bytes_on_any_number_of_threads(
+    source: Path, done: Done, tmp_path: Path
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS)
+    finally:
+        torch.set_num_threads(threads)
+    assert files(tmp_path / "out") == files(done[0].path)
+
+
+def test_starved_experts_are_quantised_counted_and_logged(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prefer_two(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+        bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+
+    src = edit_source(source, tmp_path / "src", prefer_two)
+    with caplog.at_level(logging.WARNING):
+        report = quantize_checkpoint(src, tmp_path / "out", OPTIONS)
+    assert report.calibration["experts_by_hessian"] == {"routed": 2, "layer": 2, "none": 0}
+    assert "2 of 4 experts" in caplog.text
+    starved = [r for r in report.slices if ".experts.3." in r.name]
+    assert len(starved) == 6
+    assert all(r.tokens == 0 and r.proxy_error < 0.08 for r in starved)
+
+
+def test_trellis_mtp_extends_moe_layers(source: Path, tmp_path: Path) -> None:
+    options = replace(OPTIONS, mtp="trellis", shim="modelopt")
+    quantize_checkpoint(source, tmp_path / "out", options)
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert checkpoint.config["hybrid_tr3_tail"]["moe_layers"] == [1, 2]
+    assert checkpoint.has("model.layers.2.mlp.experts.3.down_proj.rank1.trellis")
+    assert not checkpoint.has("model.layers.2.mlp.experts.3.down_proj.weight")
+    assert checkpoint.has("model.layers.2.eh_proj.weight")
+    shim = checkpoint.config["quantization_config"]
+    assert shim["quant_method"] == "modelopt"
+    assert "model.layers.2.eh_proj*" in shim["exclude_modules"]
+    assert "model.layers.2*" not in shim["exclude_modules"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"bits": 2.5}, FormatError, "bits: expected an integer from 2 to 6"),
+        ({"bits": 7}, FormatError, "got 7"),
+        ({"tp": 3}, SliceError, "tp values that work: 1, 2"),
+        ({"tp": 0}, SliceError, "tp: expected at least 1"),
+        ({"cols": 10**6}, TextError, "expected at least one row of 1000000"),
+    ],
+)
+def test_options_that_cannot_work(
+    source: Path, tmp_path: Path, change: dict[str, Any], error: type[Exl3Error], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        quantize_checkpoint(source, tmp_path / "out", replace(OPTIONS, **change))
+    assert not (tmp_path / "out").exists()
+
+
+def _drop(name: str) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], None]:
+    def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        del tensors[name]
+
+    return change
+
+
+def _narrow(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    tensors[name] = tensors[name][:128].clone()
+
+
+def _set(**keys: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], None]:
+    return lambda tensors, config: config.update(keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "words"),
+    [
+        (_set(architectures=["LlamaForCausalLM"]), {}, UnsupportedError, "LlamaForCausalLM"),
+        (
+            _set(first_k_dense_replace=2),
+            {},
+            UnsupportedError,
+            "none of its 2 layers has routed experts",
+        ),
+        (_set(hidden_size=192), {}, SliceError, "hidden_size 192"),
+        (_set(quantization_config={"quant_method": "fp8"}), {}, UnsupportedError, "'fp8'"),
+        (_set(quantization_config={"quant_method": "exl3"}), {}, CheckpointError, "already EXL3"),
+        (
+            _drop("model.layers.1.mlp.experts.1.up_proj.weight"),
+            {},
+            CheckpointError,
+            r"experts\.1\.up_proj\.weight: missing",
+        ),
+        (_drop("model.norm.weight"), {}, CheckpointError, r"model\.norm\.weight: missing"),
+        (_narrow, {}, CheckpointError, r"experts\.1\.up_proj\.weight: expected .*\(256, 128\)"),
+        (
+            _set(num_nextn_predict_layers=0),
+            {"mtp": "trellis"},
+            CheckpointError,
+            "mtp 'trellis'",
+        ),
+    ],
+    ids=["arch", "no-moe", "hidden", "fp8", "exl3", "expert", "norm", "shape", "mtp"],
+)
+def test_sources_that_cannot_work(
+    source: Path,
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None],
+    options: dict[str, Any],
+    error: type[Exl3Error],
+    words: str,
+) -> None:
+    src = edit_source(source, tmp_path / "src", change)
+    with pytest.raises(error, match=words):
+        quantize_checkpoint(src, tmp_path / "out", replace(OPTIONS, **options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_nan_weight_is_named_before_work(source: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+    def poison(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors[name][5, 7] = float("nan")
+
+    src = edit_source(source, tmp_path / "src", poison)
+    with pytest.raises(CheckpointError, match=rf"'{name}': expected finite values, got 1 NaN"):
+        quantize_checkpoint(src, tmp_path / "out", OPTIONS)
+
+
+def test_overflowing_activation_stops_at_its_layer(source: Path, tmp_path: Path) -> None:
+    def overflow(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors["model.layers.0.mlp.down_proj.weight"].fill_(3e38)
+
+    src = edit_source(source, tmp_path / "src", overflow)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp: output: expected finite"):
+        quantize_checkpoint(src, tmp_path / "out", OPTIONS)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_output_folder_must_be_new(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(CheckpointError, match="expected an empty or new output folder"):
+        quantize_checkpoint(source, tmp_path, OPTIONS)
+    assert (tmp_path / "mine.txt").read_text() == "keep"
+
+
+def test_full_disk_is_refused_before_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from exl3kit.quantize import preflight
+
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match="bytes of disk, 1000 are free"):
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS)
+    assert not (tmp_path / "out").exists()
