@@ -16,7 +16,7 @@ from exl3kit.checkpoint.manifest import RankSlicedManifest
 from exl3kit.checkpoint.names import TensorRule, check_rule, expert_rules, missing_text
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.widths import check_cut
-from exl3kit.errors import CheckpointError, Exl3Error, FormatError
+from exl3kit.errors import CheckpointError, FormatError, SliceError
 from exl3kit.format.spec import HADAMARD_BLOCK, TILE, bits_from_words
 
 EXL3_FIELDS = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1")
@@ -50,17 +50,20 @@ class ExpectedModel(Protocol):
 
 def structure_faults(checkpoint: Checkpoint, model: ExpectedModel) -> list[str]:
     """One line for each wrong tensor, each layer with missing ones, and all unexpected ones."""
-    faults: list[str] = []
+    manifest = checkpoint.manifest
+    if manifest is not None and (faults := _contradictions(manifest, model)):
+        return faults
+    faults = []
     known: set[str] = set()
     missing: dict[str, list[str]] = defaultdict(list)
-    for name, rule in _sliced(checkpoint.manifest, model, faults):
+    for name, rule in _sliced_rules(manifest, model):
         known.add(name)
         if not checkpoint.has(name):
             missing[_group(name)].append(name)
         else:
             faults += _rule_fault(checkpoint, name, rule)
     for spec in model.tensors():
-        if _is_sliced(spec.name, checkpoint.manifest):
+        if _is_sliced(spec.name, manifest):
             continue
         module = spec.name.removesuffix(".weight")
         is_exl3 = len(spec.shape) == 2 and checkpoint.has(f"{module}.trellis")
@@ -76,13 +79,9 @@ def structure_faults(checkpoint: Checkpoint, model: ExpectedModel) -> list[str]:
     return faults + _unexpected(checkpoint, known)
 
 
-def _sliced(
-    manifest: RankSlicedManifest | None, model: ExpectedModel, faults: list[str]
-) -> Iterator[tuple[str, TensorRule]]:
-    """Rules of all rank-sliced tensors; if manifest and model disagree, faults and no rules."""
-    if manifest is None:
-        return
-    before = len(faults)
+def _contradictions(manifest: RankSlicedManifest, model: ExpectedModel) -> list[str]:
+    """Where manifest and model disagree, so that no expert tensor can be judged."""
+    faults: list[str] = []
     if manifest.experts_per_layer != model.num_experts:
         faults.append(
             f"experts: the manifest has {manifest.experts_per_layer} a layer, "
@@ -96,12 +95,18 @@ def _sliced(
     ):
         try:
             check_cut(name, width, tp)
-        except Exl3Error as err:
+        except SliceError as err:
             faults.append(str(err))
-    if len(faults) == before:
-        sizes = model.hidden_size, model.moe_intermediate_size
-        for layer in manifest.moe_layers:
-            yield from expert_rules(manifest, layer, *sizes)
+    return faults
+
+
+def _sliced_rules(
+    manifest: RankSlicedManifest | None, model: ExpectedModel
+) -> Iterator[tuple[str, TensorRule]]:
+    if manifest is None:
+        return
+    for layer in manifest.moe_layers:
+        yield from expert_rules(manifest, layer, model.hidden_size, model.moe_intermediate_size)
 
 
 def _is_sliced(name: str, manifest: RankSlicedManifest | None) -> bool:

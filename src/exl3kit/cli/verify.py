@@ -41,7 +41,7 @@ def _print(report: VerifyReport) -> None:
     digests = f"{report.num_digests} digests" if report.num_digests else "no digests to compare"
     verdict = "[green]ok[/green]" if report.is_ok else f"[red]{len(report.faults)} faults[/red]"
     out.print(
-        f"{verdict}: {report.dialect}, {report.num_tensors} tensors in {report.num_files} file{'s' * (report.num_files != 1)}, "
+        f"{verdict}: {report.dialect}, {report.num_tensors} tensors in {report.num_files} files, "
         f"{report.num_exl3_linears} EXL3 linears, {format_bytes(report.num_bytes)}, {digests}",
         soft_wrap=True,
     )
