@@ -1,0 +1,120 @@
+"""The fused linear against float64 ground truth, and what must hold bit for bit."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from exl3kit.format.spec import Codebook
+from exl3kit.format.tensors import Exl3Tensor
+from exl3kit.kernels.linear import linear
+from exl3kit.runtime.reference import reference_linear
+from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
+from exl3kit.testing.generate import random_exl3
+from tests import golden
+from tests.kernels.cases import TOKENS, random_rows, true_linear
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+cached_weights = cache(random_exl3)
+WEIGHTS = cached_weights(256, 384, 3, "mcg")
+
+
+def run(x: torch.Tensor, weights: Exl3Tensor, isa: int, threads: int = 1) -> torch.Tensor:
+    """The kernel on the tensors of one linear."""
+    return linear(
+        x, weights.trellis, weights.suh, weights.svh, weights.codebook, weights.bias,
+        isa=isa, threads=threads,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "codebook"), golden.COMBINATIONS)
+def test_every_rate_and_codebook(bits: int | float, codebook: Codebook, isa: int) -> None:
+    weights = cached_weights(256, 384, bits, codebook)
+    x = random_rows(5, 256)
+    assert_three_gates(run(x, weights, isa), true_linear(x, weights), "float32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_of_tokens(dtype: str, isa: int) -> None:
+    for tokens in TOKENS:
+        x = random_rows(tokens, 256, DTYPES[dtype])
+        y = run(x, WEIGHTS, isa)
+        assert y.dtype == x.dtype and y.shape == (tokens, 384)
+        assert_three_gates(y, true_linear(x, WEIGHTS), dtype, f"{tokens} tokens")
+
+
+@pytest.mark.parametrize(("k", "n"), [(128, 128), (8192, 128), (128, 1152)])
+def test_shapes(k: int, n: int, isa: int) -> None:
+    weights = cached_weights(k, n, 2.5, "mul1")
+    x = random_rows(3, k)
+    assert_three_gates(run(x, weights, isa), true_linear(x, weights), "float32")
+
+
+@pytest.mark.parametrize(("bits", "codebook"), golden.COMBINATIONS)
+def test_exllamav3_outputs(bits: int | float, codebook: Codebook, isa: int) -> None:
+    weights = golden.exl3_tensor(bits, codebook)
+    for tokens in (1, 5, 33):
+        x = golden.tensors()["A.x"][:tokens].contiguous()
+        stored = golden.tensors()[f"A.{golden.tag(bits, codebook)}.y{tokens}"]
+        y = run(x, weights, isa)
+        assert_three_gates(y, stored, "golden_gemm", f"{tokens} tokens")
+        error = (y.double() - stored.double()).norm() / stored.double().norm()
+        assert error < 6e-4, "exllamav3's own distance from float64 is 3.3e-4 to 5.4e-4"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_see_its_batch(dtype: str, isa: int) -> None:
+    x = random_rows(145, 256, DTYPES[dtype])
+    together = run(x, WEIGHTS, isa)
+    for row in (0, 1, 5, 6, 11, 12, 127, 128, 143, 144):
+        alone = run(x[row : row + 1], WEIGHTS, isa)
+        assert_bitwise_equal(alone, together[row : row + 1], f"row {row}")
+    assert_bitwise_equal(run(x[3:22], WEIGHTS, isa), together[3:22])
+
+
+def test_threads_do_not_show(isa: int) -> None:
+    x = random_rows(145, 256)
+    expected = run(x, WEIGHTS, isa)
+    for threads in (2, 3, 7):
+        assert_bitwise_equal(run(x, WEIGHTS, isa, threads), expected, f"{threads} threads")
+
+
+@pytest.mark.parametrize("power", [-40, 30])
+def test_float32_passes_through_no_narrower_type(power: int, isa: int) -> None:
+    """Scaling by a power of two is exact in float32 and would over- or underflow in float16."""
+    x = random_rows(2, 256)
+    expected = run(x, WEIGHTS, isa) * 2.0**power
+    assert_bitwise_equal(run(x * 2.0**power, WEIGHTS, isa), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("power", [-24, -8, 0, 15])
+def test_half_types_are_rounded_once(dtype: str, power: int, isa: int) -> None:
+    """Through subnormal halves, ordinary values and overflow to infinity."""
+    narrow = (random_rows(4, 256) * 2.0**power).to(DTYPES[dtype])
+    expected = run(narrow.float(), WEIGHTS, isa).to(DTYPES[dtype])
+    assert_bitwise_equal(run(narrow, WEIGHTS, isa), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias(dtype: str, isa: int) -> None:
+    bias = random_rows(1, 384, DTYPES[dtype])[0]
+    x = random_rows(3, 256)
+    plain = run(x, WEIGHTS, isa)
+    parts = (WEIGHTS.trellis, WEIGHTS.suh, WEIGHTS.svh, "mcg", bias)
+    assert_three_gates(linear(x, *parts, isa=isa), plain.double() + bias.double(), "float32")
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poison_stays_in_its_row(poison: float, dtype: str, isa: int) -> None:
+    x = random_rows(9, 256, DTYPES[dtype])
+    clean = run(x, WEIGHTS, isa)
+    x[4, 77] = poison
+    y = run(x, WEIGHTS, isa)
+    parts = (WEIGHTS.trellis, WEIGHTS.suh, WEIGHTS.svh, "mcg")
+    assert_three_gates(y, reference_linear(x, *parts, dtype=torch.float64), dtype)
+    others = [row for row in range(9) if row != 4]
+    assert_bitwise_equal(y[others], clean[others])
