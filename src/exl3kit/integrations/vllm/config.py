@@ -7,7 +7,6 @@ by `maybe_update_config` from the checkpoint's headers, and pickled to the worke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,15 @@ from exl3kit.checkpoint.manifest import find_block
 from exl3kit.checkpoint.names import layer_index
 from exl3kit.errors import CheckpointError
 from exl3kit.integrations.vllm import compat
-from exl3kit.integrations.vllm.facts import CheckpointFacts, read_facts
+from exl3kit.integrations.vllm.facts import (
+    CheckpointFacts,
+    ModelSizes,
+    checkpoint_folder,
+    read_facts,
+)
 from exl3kit.integrations.vllm.linear import Exl3LinearMethod, LinearPart
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
+from exl3kit.jit.cpu import cpu_library
 from exl3kit.log import get_logger, warn_once
 
 METHOD = "exl3"
@@ -33,9 +38,6 @@ class Exl3Config(compat.QuantizationConfig):
     def __init__(self) -> None:
         super().__init__()
         self.facts: CheckpointFacts | None = None
-
-    def __repr__(self) -> str:
-        return f"Exl3Config(path={self.facts.path if self.facts else None})"
 
     # vLLM types names as a Literal of its built-in methods; registered ones are other strings.
     def get_name(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -85,9 +87,15 @@ class Exl3Config(compat.QuantizationConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Read the checkpoint's headers; its errors reach the user before any process starts."""
-        path = _checkpoint_folder(model_name, revision)
-        self.facts = read_facts(path, hf_config.get_text_config())
+        """Read the checkpoint's headers and build the kernels, both before any process starts.
+
+        Here errors reach the user directly, and workers find the kernels in the cache instead of
+        compiling them once each.
+        """
+        sizes = ModelSizes.of(hf_config.get_text_config())
+        self.facts = read_facts(checkpoint_folder(model_name, revision), sizes)
+        if compat.device_type() == "cpu":
+            cpu_library()
 
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str
@@ -131,19 +139,3 @@ def _announces_exl3(hf_quant_cfg: Mapping[str, Any], hf_config: Any) -> bool:
     if isinstance(hf_quant_cfg.get(R7_KEY), Mapping):
         return True
     return hf_config is not None and find_block(hf_config.to_dict()) is not None
-
-
-def _checkpoint_folder(model_name: str, revision: str | None) -> Path:
-    """The folder of a local model, or of a hub model that is already in the cache."""
-    if Path(model_name).is_dir():
-        return Path(model_name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model_name, revision=revision, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise CheckpointError(
-            f"{model_name}: neither a folder nor a model in the Hugging Face cache; EXL3 layers "
-            f"are built from the files' headers, so download it first: hf download {model_name}"
-        ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
 from exl3kit.checkpoint.names import check_complete, check_rule, expert_rules, layer_index
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.checkpoint.widths import check_cut
-from exl3kit.errors import FormatError, UnsupportedError
+from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
 from exl3kit.format.spec import TILE, Codebook, bits_from_words
 from exl3kit.integrations.vllm.params import MatrixSpec
 
@@ -56,36 +56,57 @@ class ExpertFacts:
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
-    """EXL3 modules of one checkpoint: linears by module name, routed experts by layer index.
+class ModelSizes:
+    """Sizes from the target's config; layers from `num_hidden_layers` on are draft layers."""
 
-    `num_hidden_layers` is the target's: layers from there on are next-token (draft) layers.
-    """
-
-    path: Path
     num_hidden_layers: int
+    hidden_size: int
+    moe_intermediate_size: int
+
+    @classmethod
+    def of(cls, text_config: Any) -> ModelSizes:
+        """The sizes in a Hugging Face text config."""
+        return cls(*(getattr(text_config, entry.name) for entry in fields(cls)))
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """EXL3 modules of one checkpoint: linears by module name, routed experts by layer index."""
+
+    sizes: ModelSizes
     manifest: RankSlicedManifest | None
     linears: Mapping[str, MatrixSpec]
     experts: Mapping[int, ExpertFacts]
 
 
-def read_facts(path: Path, text_config: Any) -> CheckpointFacts:
-    """Read metadata and headers of the folder `path`; `text_config` is the engine's model config.
+def checkpoint_folder(model_name: str, revision: str | None) -> Path:
+    """The folder of a local model, or of a hub model that is in the cache; else CheckpointError."""
+    if Path(model_name).is_dir():
+        return Path(model_name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_name, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(
+            f"{model_name}: neither a folder nor a model in the Hugging Face cache; EXL3 layers "
+            f"are built from the files' headers, so download it first: hf download {model_name}"
+        ) from error
+
+
+def read_facts(path: Path, sizes: ModelSizes) -> CheckpointFacts:
+    """Read metadata and headers of the folder `path`.
 
     CheckpointError for missing or truncated shards, missing tensors, wrong shapes and bad metadata,
     UnsupportedError for a quantised lm_head.
     """
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest
-    if manifest is not None:
-        _check_slices(
-            checkpoint, manifest, text_config.hidden_size, text_config.moe_intermediate_size
-        )
     linears: dict[str, MatrixSpec] = {}
     experts: dict[int, list[tuple[str, MatrixSpec]]] = {}
-    for name in checkpoint.names():
-        module, _, field = name.rpartition(".")
-        if field != "trellis" or ".rank" in module:
+    for module in checkpoint.exl3_prefixes():
+        if ".rank" in module:
             continue
         spec = _matrix_spec(checkpoint, module)
         if _EXPERT_MODULE.search(module):
@@ -93,22 +114,21 @@ def read_facts(path: Path, text_config: Any) -> CheckpointFacts:
         else:
             linears[module] = spec
     _check_head(linears)
-    sliced = {} if manifest is None else _sliced_experts(manifest)
-    whole = {layer: _whole_experts(layer, specs) for layer, specs in experts.items()}
-    return CheckpointFacts(
-        path, text_config.num_hidden_layers, manifest, linears, {**whole, **sliced}
-    )
+    found = {layer: _whole_experts(layer, specs) for layer, specs in experts.items()}
+    if manifest is not None:
+        _check_slices(checkpoint, manifest, sizes)
+        found |= _sliced_experts(manifest)
+    return CheckpointFacts(sizes, manifest, linears, found)
 
 
-def _check_slices(
-    checkpoint: Checkpoint, manifest: RankSlicedManifest, hidden_size: int, intermediate_size: int
-) -> None:
+def _check_slices(checkpoint: Checkpoint, manifest: RankSlicedManifest, sizes: ModelSizes) -> None:
     """Every tensor that every rank needs must be there in the declared shape."""
+    hidden_size, width = sizes.hidden_size, sizes.moe_intermediate_size
     check_cut("hidden_size", hidden_size, 1)
-    check_cut("moe_intermediate_size", intermediate_size, manifest.tp)
+    check_cut("moe_intermediate_size", width, manifest.tp)
     for layer in manifest.moe_layers:
         missing = []
-        for name, rule in expert_rules(manifest, layer, hidden_size, intermediate_size):
+        for name, rule in expert_rules(manifest, layer, hidden_size, width):
             if checkpoint.has(name):
                 info = checkpoint.info(name)
                 check_rule(name, info.dtype, info.shape, rule)

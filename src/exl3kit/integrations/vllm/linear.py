@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from exl3kit.checkpoint.names import check_rule
+from exl3kit.checkpoint.names import check_rule, missing_text
 from exl3kit.errors import CheckpointError
 from exl3kit.format.spec import Codebook
 from exl3kit.format.tensors import check_marker
@@ -127,12 +127,13 @@ class Exl3LinearMethod(LinearMethodBase):
             if index not in loader.received
         ]
         if missing:
-            raise CheckpointError(f"tensors missing from the checkpoint: {', '.join(missing)}")
+            raise CheckpointError(missing_text(self.parts[0].name.rpartition(".")[0], missing))
         for loader in self.fields.values():
             loader.received.clear()
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """(…, in) -> (…, sum of out) in the dtype of x; `bias` is vLLM's own, (sum of out,)."""
+        x = x.contiguous()
         outputs = [
             exl3_linear(
                 x,

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from exl3kit.checkpoint.manifest import BLOCK_KEY, RankSlicedManifest
-from exl3kit.checkpoint.names import layer_index, normalise_name
+from exl3kit.checkpoint.names import check_rank_sliced_marker, layer_index, normalise_name
 from exl3kit.errors import CheckpointError
 from exl3kit.integrations.vllm import compat
 from exl3kit.integrations.vllm.config import METHOD, Exl3Config
-from exl3kit.integrations.vllm.facts import CheckpointFacts
+from exl3kit.integrations.vllm.facts import CheckpointFacts, checkpoint_folder, read_facts
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
 
 _RANK_TENSOR = re.compile(r"\.rank\d+\.(trellis|suh|svh|mcg|mul1)$")
+_RANK_MARKER = re.compile(r"\.rank\d+\.(mcg|mul1)$")
 _EXPERT_TRELLIS = re.compile(r"\.experts\.\d+\.[^.]+\.trellis$")
 _DRAFT_HEAD = re.compile(r"\.shared_head\.head\.(trellis|suh|svh|mcg|mul1)$")
 
@@ -50,6 +52,7 @@ class Exl3Loader(compat.DefaultModelLoader):
                 )
             return weights
         facts = config.hydrated(type(model).__name__)
+        check_same(facts, checkpoint_folder(model_config.model, model_config.revision))
         check_methods(model, facts)
         rank = compat.get_tensor_model_parallel_rank()
         return local_weights(weights, facts, rank)
@@ -66,6 +69,18 @@ def is_registered() -> bool:
 def _exl3_config(model: torch.nn.Module) -> Exl3Config | None:
     configs = (getattr(module, "quant_config", None) for module in model.modules())
     return next((config for config in configs if isinstance(config, Exl3Config)), None)
+
+
+def check_same(facts: CheckpointFacts, path: Path) -> None:
+    """CheckpointError unless `path` holds all that the layers were built for.
+
+    It can differ after a reload from another folder, or for a draft that has a folder of its own.
+    """
+    if read_facts(path, facts.sizes) != facts:
+        raise CheckpointError(
+            f"{path}: its EXL3 layers (bits, codebook, ranks or names) are not those the model was "
+            "built for; start a new engine for this checkpoint"
+        )
 
 
 def check_methods(model: torch.nn.Module, facts: CheckpointFacts) -> None:
@@ -97,12 +112,14 @@ def local_weights(
         name = _local_name(stored_name, rank, facts.manifest)
         if name is None or _is_draft_head(name, facts):
             continue
+        if _RANK_MARKER.search(stored_name):
+            check_rank_sliced_marker(stored_name, tensor)
         yield name, tensor.flatten(1) if _EXPERT_TRELLIS.search(name) else tensor
 
 
 def _is_draft_head(name: str, facts: CheckpointFacts) -> bool:
     """True for a quantised head of a next-token layer: vLLM drafts always use the target's head."""
-    return bool(_DRAFT_HEAD.search(name)) and layer_index(name) >= facts.num_hidden_layers
+    return bool(_DRAFT_HEAD.search(name)) and layer_index(name) >= facts.sizes.num_hidden_layers
 
 
 def _local_name(name: str, rank: int, manifest: RankSlicedManifest | None) -> str | None:

@@ -12,6 +12,7 @@ and (E,).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from exl3kit.integrations.vllm.params import Cut, MatrixSpec, make_parameter
 from exl3kit.runtime.ops import exl3_moe
 
 _HALF = {"w1": 0, "w3": 1}
+_H_SIDE = {("w13", "suh"), ("w2", "svh")}
 _SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 
 
@@ -35,13 +37,16 @@ _SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 class ExpertField:
     """One field of one fused group, e.g. w13_suh: loads each expert's tensor into its row.
 
-    `cut` is this rank's part where the checkpoint stores whole experts, else None. With
-    `is_shared` the one stored vector of the layer (rotation layout shared_h_v1) goes to every row.
+    `labels` has the checkpoint's name of each shard's tensor, with {} for the expert, and `stored`
+    what that tensor must be. `cut` is this rank's part of it, None where the checkpoint stores
+    slices. With `is_shared` the layer's one stored vector (rotation layout shared_h_v1) goes to
+    every row.
     """
 
     group: str
     name: str
-    rule: TensorRule
+    labels: Mapping[str, str]
+    stored: TensorRule
     codebook: Codebook
     num_experts: int
     cut: Cut | None
@@ -61,8 +66,7 @@ class ExpertField:
 
         A trellis arrives as 2-D (see `loader`). FormatError for a wrong shape, dtype or marker.
         """
-        label = f"{weight_name} (expert {expert_id}, {shard_id})"
-        weight = self._checked(label, loaded_weight)
+        weight = self._checked(self.labels[shard_id].format(expert_id), loaded_weight)
         experts = range(self.num_experts) if self.is_shared else (expert_id,)
         for expert in experts:
             row = (_HALF[shard_id], expert) if self.group == "w13" else (expert,)
@@ -73,25 +77,28 @@ class ExpertField:
     def _checked(self, label: str, weight: torch.Tensor) -> torch.Tensor:
         if self.name == "trellis" and weight.dim() == 2:
             weight = self._unflattened(label, weight)
-        if self.cut is not None:
-            weight = self.cut.apply(self.name, weight)
-        check_rule(label, weight.dtype, tuple(weight.shape), self.rule)
+        check_rule(label, weight.dtype, tuple(weight.shape), self.stored)
         if self.name == self.codebook:
             check_marker(weight, self.codebook, label)
-        return weight.reshape(self.rule.shape)
+            return weight.reshape(())
+        return weight if self.cut is None else self.cut.apply(self.name, weight)
 
     def _unflattened(self, label: str, weight: torch.Tensor) -> torch.Tensor:
-        words = self.rule.shape[-1]
+        words = self.stored.shape[-1]
         if weight.shape[1] % words:
             raise FormatError(
                 f"{label}: expected tiles of {words} words, got rows of {weight.shape[1]}"
             )
         return weight.unflatten(1, (-1, words))
 
-    def missing(self) -> list[tuple[str, int]]:
-        """(shard_id, expert) pairs not loaded yet."""
-        wanted = ((s, e) for s in _SHARDS[self.group] for e in range(self.num_experts))
-        return [pair for pair in wanted if pair not in self.received]
+    def missing(self) -> list[str]:
+        """Checkpoint names of the tensors not loaded yet."""
+        return [
+            label.format(expert)
+            for shard, label in self.labels.items()
+            for expert in range(self.num_experts)
+            if (shard, expert) not in self.received
+        ]
 
 
 class Exl3MoEMethod(FusedMoEMethodBase):
@@ -124,25 +131,46 @@ class Exl3MoEMethod(FusedMoEMethodBase):
     ) -> None:
         """Allocate every field at full size, unless `check_layer` refuses this layout."""
         check_layer(self.facts, layer, self.moe, params_dtype)
-        width = intermediate_size_per_partition
-        rank = self.moe.tp_rank
-        sizes = {"w13": (hidden_size, width), "w2": (width, hidden_size)}
-        cuts = {
-            "w13": Cut(0, hidden_size, rank * width, width),
-            "w2": Cut(rank * width, width, 0, hidden_size),
+        width, tp = intermediate_size_per_partition, self.moe.tp_size
+        start = self.moe.tp_rank * width
+        stored_width = width if self.facts.is_sliced else width * tp
+        groups = {
+            "w13": (Cut(0, hidden_size, start, width), (hidden_size, stored_width)),
+            "w2": (Cut(start, width, 0, hidden_size), (stored_width, hidden_size)),
         }
-        for group, (in_features, out_features) in sizes.items():
-            spec = MatrixSpec(in_features, out_features, self.facts.bits, self.facts.codebook)
-            cut = None if self.facts.is_sliced else cuts[group]
-            lead = (2, num_experts) if group == "w13" else (num_experts,)
-            for name, rule in spec.rules().items():
-                key = f"{group}_{name}"
-                is_shared = self.facts.is_shared_h and key in ("w13_suh", "w2_svh")
-                loader = self.fields[key] = ExpertField(
-                    group, name, rule, spec.codebook, num_experts, cut, is_shared
+        for group, (cut, stored_size) in groups.items():
+            local = self._spec(cut.in_size, cut.out_size).rules()
+            for name, stored in self._spec(*stored_size).rules().items():
+                loader = ExpertField(
+                    group=group,
+                    name=name,
+                    labels=self._labels(layer, group, name),
+                    stored=stored,
+                    codebook=self.facts.codebook,
+                    num_experts=num_experts,
+                    cut=None if self.facts.is_sliced else cut,
+                    is_shared=self.facts.is_shared_h and (group, name) in _H_SIDE,
                 )
-                parameter = make_parameter(lead + rule.shape, rule.dtype, loader.load)
-                layer.register_parameter(key, parameter)
+                lead = (2, num_experts) if group == "w13" else (num_experts,)
+                parameter = make_parameter(lead + local[name].shape, stored.dtype, loader.load)
+                layer.register_parameter(f"{group}_{name}", parameter)
+                self.fields[f"{group}_{name}"] = loader
+
+    def _spec(self, in_features: int, out_features: int) -> MatrixSpec:
+        return MatrixSpec(in_features, out_features, self.facts.bits, self.facts.codebook)
+
+    def _labels(self, layer: Any, group: str, field_name: str) -> dict[str, str]:
+        """Shard id -> checkpoint name; layers of vLLM <= 0.23 do not tell projection names."""
+        projections = {
+            "w1": getattr(layer, "ckpt_gate_proj_name", "gate_proj"),
+            "w2": getattr(layer, "ckpt_down_proj_name", "down_proj"),
+            "w3": getattr(layer, "ckpt_up_proj_name", "up_proj"),
+        }
+        rank = f".rank{self.moe.tp_rank}" if self.facts.is_sliced else ""
+        return {
+            shard: f"{self.prefix}.{{}}.{projections[shard]}{rank}.{field_name}"
+            for shard in _SHARDS[group]
+        }
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: the kernel is our own, not one of vLLM's."""
@@ -150,20 +178,10 @@ class Exl3MoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor of every local expert came; no repacking takes place."""
-        projections = {
-            "w1": getattr(layer, "ckpt_gate_proj_name", "gate_proj"),
-            "w2": getattr(layer, "ckpt_down_proj_name", "down_proj"),
-            "w3": getattr(layer, "ckpt_up_proj_name", "up_proj"),
-        }
-        slice_name = f".rank{self.moe.tp_rank}" if self.facts.is_sliced else ""
-        missing = [
-            f"{self.prefix}.{expert}.{projections[shard]}{slice_name}.{field.name}"
-            for field in self.fields.values()
-            for shard, expert in field.missing()
-        ]
-        check_complete(self.facts.layer, missing)
-        for expert_field in self.fields.values():
-            expert_field.received.clear()
+        loaders = self.fields.values()
+        check_complete(self.facts.layer, [name for loader in loaders for name in loader.missing()])
+        for loader in loaders:
+            loader.received.clear()
 
     def apply(
         self,
