@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from exl3kit.checkpoint.jsonfile import parse_json
 from exl3kit.checkpoint.manifest import BLOCK_KEY, RankSlicedManifest
 from exl3kit.checkpoint.names import normalise_name
 from exl3kit.checkpoint.reader import read_tensor
+from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import Exl3Error
+from exl3kit.models.registry import model_map
 from tests.checkpoint.safetensors_bytes import entry, write_raw
 from tests.checkpoint.test_manifest import uniform_block
 
@@ -141,6 +144,37 @@ def test_tensor_names(text: str) -> None:
     except Exl3Error:
         return
     assert result is None or result == text or ".rank" not in result
+
+
+@settings(FUZZ, max_examples=80)
+@given(
+    file=st.sampled_from(["config.json", "tier_bitmap.json", "model.safetensors.index.json"]),
+    at=st.integers(0, 1000),
+    value=JSON_VALUES,
+)
+def test_verify_with_wrong_json_values(sliced_folder: Path, file: str, at: int, value: Any) -> None:
+    """One value anywhere in a folder's JSON replaced: a fault or an `Exl3Error`, never a crash."""
+    path = sliced_folder / file
+    text = path.read_text()
+    try:
+        document = json.loads(text)
+        places = _places(document)
+        owner, key = places[at % len(places)]
+        owner[key] = value
+        path.write_text(json.dumps(document))
+        with contextlib.suppress(Exl3Error):
+            verify_checkpoint(sliced_folder, model_map)
+    finally:
+        path.write_text(text)
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON document."""
+    if not isinstance(value, dict | list):
+        return []
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    inner = [place for key in keys for place in _places(value[key])]
+    return [(value, key) for key in keys] + inner
 
 
 def test_library_and_parser_agree_on_the_valid_file(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ BAD_HEADERS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     "NaN": (b'{"a":NaN}', "NaN"),
     "deep": (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
     "huge integer": (b'{"a":' + b"9" * 5000 + b"}", "not valid JSON"),
+    "control character": ({"a\x1b[2J": GOOD}, "must be printable text"),
+    "empty name": ({"": GOOD}, "must be printable text"),
     "metadata not strings": ({"__metadata__": {"x": 1}, "a": GOOD}, "__metadata__"),
     "entry not an object": ({"a": 3}, "expected exactly the keys"),
     "missing key": ({"a": {"dtype": "U8", "shape": [4]}}, "expected exactly the keys"),

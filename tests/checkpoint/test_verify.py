@@ -165,6 +165,14 @@ def test_width_that_cannot_be_cut(sliced_folder: Path) -> None:
     assert "moe_intermediate_size 384 / tp 2 = 192" in text and "1, 3" in text
 
 
+def test_absurd_model_is_one_fault_not_a_list(sliced_folder: Path) -> None:
+    path = sliced_folder / "config.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": 4096, "n_routed_experts": 4096}
+    path.write_text(json.dumps(config))
+    text = "\n".join(verify(sliced_folder).faults)
+    assert "describes at least 50" in text and "missing:" not in text
+
+
 def test_what_cannot_be_judged_raises(tmp_path: Path, sliced_folder: Path) -> None:
     with pytest.raises(CheckpointError):
         verify(tmp_path / "nowhere")

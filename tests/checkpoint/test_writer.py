@@ -179,22 +179,42 @@ def test_full_disk_is_one_clear_error_and_nothing_is_left(
 _KILLED_RUN = """
 import os, signal, sys, torch
 from pathlib import Path
-from exl3kit.checkpoint.writer import CheckpointWriter
-writer = CheckpointWriter(Path(sys.argv[1]), 16)
+import exl3kit.checkpoint.writer as module
+from exl3kit.checkpoint.atomic import write_file
+writer = module.CheckpointWriter(Path(sys.argv[1]), 16)
 writer.write_json("tier_bitmap.json", {})
 for i in range(4):
     writer.add(f"old.{i}", torch.ones(8))
-os.kill(os.getpid(), signal.SIGKILL)
+
+def die(path, data):
+    if path.name == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write_file(path, data)
+
+module.write_file = die
+if sys.argv[2] == "add":
+    os.kill(os.getpid(), signal.SIGKILL)
+writer.finish({})
 """
 
 
-def test_killed_run_is_no_model_and_the_next_run_starts_clean(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "moment, left_behind",
+    [
+        ("add", "shard-00001.part"),
+        ("model.safetensors.index.json", "model-00001-of-00004.safetensors"),
+        ("config.json", "model.safetensors.index.json"),
+    ],
+)
+def test_killed_run_is_no_model_and_the_next_run_starts_clean(
+    tmp_path: Path, moment: str, left_behind: str
+) -> None:
     out = tmp_path / "out"
-    killed = subprocess.run([sys.executable, "-c", _KILLED_RUN, str(out)], check=False)
+    killed = subprocess.run([sys.executable, "-c", _KILLED_RUN, str(out), moment], check=False)
     assert killed.returncode == -signal.SIGKILL
     left = {file.name for file in out.iterdir()}
-    assert UNFINISHED_NAME in left and "shard-00001.part" in left
-    assert not any(name == "config.json" or name.endswith(".safetensors") for name in left)
+    assert {UNFINISHED_NAME, left_behind} <= left
+    assert "config.json" not in left
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
         open_checkpoint(out)
     _write(out, 100)

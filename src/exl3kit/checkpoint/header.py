@@ -83,9 +83,17 @@ def read_header(path: Path) -> FileHeader:
         raise CheckpointError(f"{path}: header must start with '{{', got {text[:1]!r}")
     header = parse_json(text, f"{path}: header")
     metadata = _metadata(header.pop("__metadata__", {}), path)
+    for name in header:
+        check_tensor_name(name, str(path))
     tensors = {name: _tensor_info(name, entry, path, 8 + length) for name, entry in header.items()}
     _check_cover(tensors, path, 8 + length, size)
     return FileHeader(path, tensors, metadata)
+
+
+def check_tensor_name(name: str, where: str) -> None:
+    """Refuse a name with control characters: names are shown to users, on terminals too."""
+    if not name or not name.isprintable():
+        raise CheckpointError(f"{where}: tensor name must be printable text, got {name[:80]!r}")
 
 
 def _header_length(first: bytes, size: int, path: Path) -> int:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from exl3kit.checkpoint.header import FileHeader, TensorInfo, read_header
+from exl3kit.checkpoint.header import FileHeader, TensorInfo, check_tensor_name, read_header
 from exl3kit.checkpoint.jsonfile import is_bare_name, read_json_object
 from exl3kit.errors import CheckpointError
 
@@ -134,6 +134,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path}: expected an object under 'weight_map'")
     for name, file in weight_map.items():
+        check_tensor_name(name, str(path))
         if not isinstance(file, str) or not is_bare_name(file):
             raise CheckpointError(
                 f"{path}: weight_map[{name!r}] must be a bare file name, got {str(file)[:80]!r}"

@@ -62,6 +62,7 @@ def is_bare_name(name: str) -> bool:
     return (
         name not in ("", ".", "..")
         and not any(char in name for char in "/\\:\0")
+        and name.isprintable()
         and name == name.strip()
     )
 

@@ -24,6 +24,7 @@ from exl3kit.format.tensors import check_marker
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _SHARED_FIELDS = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
+RANK_SUFFIX = re.compile(r"\.rank[0-9]+$")  # of the name of one slice, a linear by itself
 _RANKED = re.compile(
     r"(?P<prefix>.+)\.rank(?P<rank>[0-9]+)\.(?P<field>trellis|suh|svh|mcg|mul1)", re.DOTALL
 )

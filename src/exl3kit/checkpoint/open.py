@@ -13,7 +13,7 @@ from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.index import read_index
 from exl3kit.checkpoint.jsonfile import read_json_object
 from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
-from exl3kit.checkpoint.names import check_rank_sliced_marker, shared_h_name
+from exl3kit.checkpoint.names import RANK_SUFFIX, check_rank_sliced_marker, shared_h_name
 from exl3kit.checkpoint.reader import read_tensor
 from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
 from exl3kit.format.spec import TILE
@@ -103,7 +103,7 @@ class Checkpoint:
         found = {
             field: self._field(prefix, field) for field in ("trellis", "suh", "svh", "mcg", "mul1")
         }
-        if self.manifest is not None and ".rank" in prefix:
+        if self.manifest is not None and RANK_SUFFIX.search(prefix):
             self._check_markers(prefix, found)
         trellis, suh, svh = (
             self._required(prefix, field, found[field]) for field in ("trellis", "suh", "svh")

@@ -21,6 +21,7 @@ from exl3kit.format.spec import HADAMARD_BLOCK, TILE, bits_from_words
 
 EXL3_FIELDS = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1")
 _SHOWN = 32
+_MAX_CLAIM = 1000  # tensors for each one found; beyond that no list of names would help
 
 
 class ExpectedTensor(Protocol):
@@ -51,6 +52,8 @@ class ExpectedModel(Protocol):
 def structure_faults(checkpoint: Checkpoint, model: ExpectedModel) -> list[str]:
     """One line for each wrong tensor, each layer with missing ones, and all unexpected ones."""
     manifest = checkpoint.manifest
+    if too_many := _too_many(checkpoint, model):
+        return [too_many]
     if manifest is not None and (faults := _contradictions(manifest, model)):
         return faults
     faults = []
@@ -98,6 +101,17 @@ def _contradictions(manifest: RankSlicedManifest, model: ExpectedModel) -> list[
         except SliceError as err:
             faults.append(str(err))
     return faults
+
+
+def _too_many(checkpoint: Checkpoint, model: ExpectedModel) -> str | None:
+    """A config may claim 4096 layers of 4096 experts: do not list 50 million missing names."""
+    claimed = 3 * len(model.moe_layers) * model.num_experts
+    if claimed <= _MAX_CLAIM * len(checkpoint.infos):
+        return None
+    return (
+        f"config.json describes at least {claimed} tensors, "
+        f"the files hold {len(checkpoint.infos)}: they are not of this model, or most are missing"
+    )
 
 
 def _sliced_rules(

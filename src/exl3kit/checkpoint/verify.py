@@ -18,7 +18,7 @@ import torch
 from exl3kit.checkpoint.index import scan_folder
 from exl3kit.checkpoint.jsonfile import is_bare_name
 from exl3kit.checkpoint.manifest import RankSlicedManifest
-from exl3kit.checkpoint.names import check_rank_sliced_marker
+from exl3kit.checkpoint.names import RANK_SUFFIX, check_rank_sliced_marker
 from exl3kit.checkpoint.open import Checkpoint, make_checkpoint, read_config
 from exl3kit.checkpoint.structure import ExpectedModel, structure_faults
 from exl3kit.checkpoint.writer import CHECKSUMS_NAME
@@ -116,7 +116,7 @@ def _check_marker(name: str, prefix: str, checkpoint: Checkpoint) -> None:
     if checkpoint.info(name).nbytes > 8:
         raise CheckpointError(f"tensor {name!r}: a marker has one element")
     marker = checkpoint.tensor(name)
-    if checkpoint.manifest is not None and ".rank" in prefix:
+    if checkpoint.manifest is not None and RANK_SUFFIX.search(prefix):
         check_rank_sliced_marker(name, marker)
     else:
         check_marker(marker, Codebook(name.rpartition(".")[2]), name)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
 
 from exl3kit.checkpoint.manifest import BLOCK_KEY
+from exl3kit.checkpoint.names import RANK_SUFFIX
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.checkpoint.writer import CheckpointWriter
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.models.registry import model_map
 
 _FIELDS = {"trellis", "suh", "svh", "su", "sv", "mcg", "mul1"}
-_RANK = re.compile(r"\.rank[0-9]+$")
 
 
 def write_dense_twin(source: Path, out: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -25,7 +24,7 @@ def write_dense_twin(source: Path, out: Path, dtype: torch.dtype = torch.float32
     """
     quantised = open_checkpoint(source)
     shapes = {spec.name: spec.shape for spec in model_map(quantised.config).tensors()}
-    modules = sorted({_RANK.sub("", prefix) for prefix in quantised.exl3_prefixes()})
+    modules = sorted({RANK_SUFFIX.sub("", prefix) for prefix in quantised.exl3_prefixes()})
     weights = ModuleWeights(quantised)
     with CheckpointWriter(out) as writer:
         for name in quantised.names():
