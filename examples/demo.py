@@ -49,7 +49,7 @@ SERVER_ENVIRONMENT = {
 def run(*arguments: str | Path) -> str:
     """Run one exl3kit command as a user would, echo it, return its output; stop on failure."""
     print(f"\n$ exl3kit {' '.join(map(str, arguments))}", flush=True)
-    command = [sys.executable, "-m", "exl3kit.cli.app", *map(str, arguments)]
+    command = [sys.executable, "-m", "exl3kit", *map(str, arguments)]
     capture = "--json" in arguments
     done = subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True)
     if done.returncode:
@@ -71,7 +71,7 @@ def source_digest() -> str:
 def quantise() -> None:
     """Write the EXL3 checkpoint, or reuse the one made from the same source by the same code."""
     stamp, digest = BUILD / "source.sha256", source_digest()
-    if stamp.is_file() and stamp.read_text() == digest:
+    if stamp.is_file() and stamp.read_text() == digest:  # written last, so the folder is whole
         print(f"reusing {QUANTISED}")
         return
     shutil.rmtree(BUILD, ignore_errors=True)
@@ -83,9 +83,11 @@ def quantise() -> None:
 def perplexity(checkpoint: Path) -> float:
     """Perplexity on the held-out text, measured once per checkpoint."""
     stored = BUILD / f"perplexity-{checkpoint.name}.json"
-    if not stored.is_file():
-        stored.write_text(run("eval", checkpoint, "--text", HELD_OUT, "--json"))
-    return json.loads(stored.read_text())["perplexity"]
+    if stored.is_file():
+        return json.loads(stored.read_text())["perplexity"]
+    result = json.loads(run("eval", checkpoint, "--text", HELD_OUT, "--json"))
+    stored.write_text(json.dumps(result))
+    return result["perplexity"]
 
 
 def shard_bytes(folder: Path) -> int:

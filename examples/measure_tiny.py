@@ -29,7 +29,10 @@ QUESTIONS = [
     "What is music?",
     "What does it mean to run?",
     "What is the opposite of hot?",
-    "Name some kinds of boat.",
+    "What is a river?",
+    "What is a ship?",
+    "What is a clock?",
+    "Use the word brave in a sentence.",
     "Who are you?",
 ]
 

@@ -188,9 +188,9 @@ def is_prose(paragraph: str) -> bool:
     """Sentences: long enough, ended by a stop, nearly all letters, no markup, path or call."""
     if len(paragraph) < 60 or paragraph[-1] not in ".!?" or not paragraph.isascii():
         return False
-    if re.search(r"[{}\[\]<>=\\@#|*$^~]|://|::|\(\)|\w[_/]\w|\w\.\w+\.|--", paragraph):
+    if re.search(r"[{}\[\]<>=\\@#|*$^~]|://|::|\(\)|\w\.\w+\.|--", paragraph):
         return False
-    return sum(c.isalpha() or c == " " for c in paragraph) > 0.93 * len(paragraph)
+    return sum(c.isalpha() or c == " " for c in paragraph) > 0.9 * len(paragraph)
 
 
 def fetch(source: Source, work: Path) -> tuple[Path, Path]:

@@ -1,7 +1,7 @@
 """Train the demo model from scratch and write it as a Hugging Face checkpoint.
 
     python examples/train_data.py --work .train --out examples/demo-model --calibration ...   # text, tokenizer
-    python examples/train_tiny.py --data .train --out examples/demo-model --steps 8000 --device cuda
+    python examples/train_tiny.py --data .train --out examples/demo-model --steps 2500 --device cuda
 
 AdamW on float32 weights under bf16 autocast, linear warm-up, cosine decay. Every batch is drawn from a generator
 seeded by --seed; half of its windows start where a document starts, as a chat does. Written to OUT, the weights also
@@ -36,7 +36,7 @@ class Recipe:
     length: int = 512
     peak_rate: float = 3e-3
     warmup: int = 300
-    weight_decay: float = 0.1
+    weight_decay: float = 2.0
     mtp_weight: float = 0.3
     balance_rate: float = 1e-3
     seed: int = 0
@@ -196,7 +196,7 @@ def main() -> None:
         "--data", type=Path, required=True, help="folder with train.npz and held_out.npz"
     )
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder")
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument(
         "--batch", type=int, default=Recipe.batch, help="windows of 512 tokens a step"
     )

@@ -131,10 +131,16 @@ class WordNetChat:
         self.senses = read_senses(folder)
         self.tags = read_tag_counts(folder)
         self.word_counts, self.article_counts = word_counts, article_counts
+        self.gloss_counts = Counter(
+            word for s in self.synsets.values() for word in re.findall("[a-z]+", s.definition)
+        )
         self.random = random.Random(seed)
 
     def pairs(self) -> Iterator[Pair]:
-        """All pairs, lemma by lemma. Common words get more phrasings: they are what people ask for."""
+        """All pairs, lemma by lemma. Common words get more phrasings: they are what people ask for.
+
+        Common is a word that other glosses use or that WordNet's concordance has.
+        """
         for lemma, by_pos in sorted(self.senses.items()):
             if not LEMMA.match(lemma):
                 continue
@@ -160,9 +166,10 @@ class WordNetChat:
 
     def _about(self, lemma: str, senses: list[Synset]) -> Iterator[Pair]:
         synset = senses[0]
-        seen = self.word_counts[lemma] if " " not in lemma else 0
-        tagged = self.tags[lemma, synset.pos]
-        phrasings = 5 if seen >= 8 or tagged >= 3 else 3 if seen >= 2 or tagged else 1
+        seen = self.gloss_counts[lemma] + 2 * self.tags[lemma, synset.pos]
+        if " " in lemma and not seen:
+            return
+        phrasings = 6 if seen >= 4 else 3 if seen else 1
         subject, answer = self._definition(lemma, synset)
         for question in self.random.sample(self._questions(lemma, subject), phrasings):
             yield Pair(self._casual(question), answer, synset.key)
