@@ -8,6 +8,7 @@ variadically where they arrive (`Exl3MoEMethod.apply`).
 from __future__ import annotations
 
 from vllm.config import get_current_vllm_config
+from vllm.config.load import LoadConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
@@ -41,11 +42,13 @@ __all__ = [
     "FusedMoEMethodBase",
     "LinearBase",
     "LinearMethodBase",
+    "LoadConfig",
     "ParallelLMHead",
     "QuantizationConfig",
     "QuantizeMethodBase",
     "UnquantizedLinearMethod",
     "device_type",
+    "get_model_loader",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "max_num_batched_tokens",

@@ -60,10 +60,7 @@ class Exl3Loader(compat.DefaultModelLoader):
 
 def is_registered() -> bool:
     """True when vLLM's default load format already resolves to this loader."""
-    from vllm.config.load import LoadConfig
-    from vllm.model_executor.model_loader import get_model_loader
-
-    return isinstance(get_model_loader(LoadConfig()), Exl3Loader)
+    return isinstance(compat.get_model_loader(compat.LoadConfig()), Exl3Loader)
 
 
 def _exl3_config(model: torch.nn.Module) -> Exl3Config | None:
