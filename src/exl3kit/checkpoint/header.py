@@ -65,7 +65,6 @@ class TensorInfo:
 class FileHeader:
     """A safetensors file's tensors in the order of its header, and its `__metadata__`."""
 
-    file: Path
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
 
@@ -87,7 +86,7 @@ def read_header(path: Path) -> FileHeader:
         check_tensor_name(name, str(path))
     tensors = {name: _tensor_info(name, entry, path, 8 + length) for name, entry in header.items()}
     _check_cover(tensors, path, 8 + length, size)
-    return FileHeader(path, tensors, metadata)
+    return FileHeader(tensors, metadata)
 
 
 def check_tensor_name(name: str, where: str) -> None:

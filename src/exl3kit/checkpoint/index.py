@@ -26,7 +26,6 @@ _SHOWN = 8
 class FolderScan:
     """What the safetensors files of a folder hold, and every fault found on the way."""
 
-    folder: Path
     tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
     faults: tuple[str, ...]
@@ -53,7 +52,7 @@ def scan_folder(folder: Path) -> FolderScan:
     faults += _missing_siblings(folder, files)
     if (folder / INDEX_NAME).exists():
         faults += _index_faults(folder, headers)
-    return FolderScan(folder, tensors, files, tuple(faults))
+    return FolderScan(tensors, files, tuple(faults))
 
 
 def _read_headers(files: tuple[Path, ...], faults: list[str]) -> dict[str, FileHeader]:
