@@ -97,13 +97,14 @@ def test_informational_keys_survive() -> None:
 
 
 def test_missing_keys_are_listed_sorted() -> None:
+    """R1"""
     block = uniform_block()
     for key in ("tp", "bits", "codebook"):
         del block[key]
     assert "missing keys: bits, codebook, tp" in refusal(block)
 
 
-# Row of the rejection table, the change, and what the message must contain.
+# Row of the table in docs/checkpoints.md, the change, and what the message must contain.
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("R2", {"codebook": "mul1"}, ["'mul1'", "'mcg'"]),
     ("R2", {"codebook": None}, ["None", "'mcg'"]),
@@ -187,6 +188,7 @@ BAD_TABLES: list[tuple[Any, list[str]]] = [
 def test_bad_maps_name_layer_field_expected_and_got(
     tmp_path: Path, table: Any, texts: list[str]
 ) -> None:
+    """R10"""
     (tmp_path / "tier_bitmap.json").write_text(json.dumps(table))
     message = refusal(mixed_block(), tmp_path)
     assert "tier_bitmap.json" in message

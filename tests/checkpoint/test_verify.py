@@ -165,6 +165,18 @@ def test_width_that_cannot_be_cut(sliced_folder: Path) -> None:
     assert "moe_intermediate_size 384 / tp 2 = 192" in text and "1, 3" in text
 
 
+def test_draft_layer_that_was_left_out(plain_folder: Path, tmp_path: Path) -> None:
+    """Tools that load through the transformers class drop it without a word."""
+    tensors = load_file(plain_folder / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if not n.startswith("model.layers.3.")}
+    with CheckpointWriter(tmp_path / "m") as writer:
+        for name, tensor in kept.items():
+            writer.add(name, tensor)
+        writer.finish(json.loads((plain_folder / "config.json").read_text()))
+    (fault,) = verify(tmp_path / "m").faults
+    assert fault.startswith(f"layer 3: {len(tensors) - len(kept)} tensors are missing")
+
+
 def test_absurd_model_is_one_fault_not_a_list(sliced_folder: Path) -> None:
     path = sliced_folder / "config.json"
     config = json.loads(path.read_text()) | {"num_hidden_layers": 4096, "n_routed_experts": 4096}

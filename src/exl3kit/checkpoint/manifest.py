@@ -63,7 +63,7 @@ class RankSlicedManifest:
         """The manifest in a model's config, or None if it has none.
 
         `folder` is where config.json lies; a mixed checkpoint's bitrate map is read from there.
-        CheckpointError (rows R1 to R10 of the format's rejection table) names key, value and rule.
+        CheckpointError (R1 to R10 of docs/checkpoints.md) names key, value and rule.
         """
         block = find_block(config)
         return None if block is None else _parse(block, folder)
