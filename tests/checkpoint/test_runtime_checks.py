@@ -30,7 +30,7 @@ def test_matching_layouts_pass() -> None:
     check_runtime(MANIFEST, replace(LAYOUT, dtype=torch.float32, device_type="cpu"))
 
 
-# Row of the table in docs/checkpoints.md, the change, the built-in the error stands for, and its words.
+# Row of docs/checkpoints.md, the change, the built-in class, and what the message must contain.
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
     (
         "R11",
