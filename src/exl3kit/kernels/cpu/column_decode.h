@@ -2,9 +2,9 @@
 //
 // Column c of a tile (c & 7 here, both halves) owns stream positions 32 c .. 32 c + 31, and the windows of
 // two columns sit 32 K ring bits apart. So with q-th dword of all columns in one vector, a window is
-// one or two shifts by constants and no lane does anything of its own: lanes are the 8 column pairs of
-// a tile, times one or two neighbouring tiles. At half rates 32 K bits are a whole number of 16-bit
-// groups but not of dwords, which the gather hides.
+// one or two shifts by constants and no lane does anything of its own: the lanes are L of the 64
+// column pairs of a strip. At half rates 32 K bits are a whole number of 16-bit groups but not of dwords,
+// which the gather hides.
 //
 // Floor, per weight: K/8 bytes of trellis; 2-4 instructions for the window, 1 (two micro-operations)
 // multiplication, 10 for the value: about 17 / L.
@@ -31,12 +31,12 @@ inline void gather_columns(const uint16_t* tiles, uint32_t (*columns)[column_dwo
         for (int g = 0; g < groups; ++g) ring[2 + g] = tiles[g ^ 1];
         std::memcpy(ring, ring + groups, 4);
         std::memcpy(ring + 2 + groups, ring + 2, 4);
-        uint32_t(*home)[L] = columns[tile * 8 / L];
         for (int column = 0; column < 8; ++column) {
+            const int lane = tile * 8 + column;
             for (int q = 0; q < dwords; ++q) {
                 uint32_t pair;
                 std::memcpy(&pair, ring + BITS2 * column + 2 * q, 4);
-                home[q][tile * 8 % L + column] = pair << 16 | pair >> 16;
+                columns[lane / L][q][lane % L] = pair << 16 | pair >> 16;
             }
         }
     }
@@ -103,13 +103,13 @@ struct ColumnLayout {
         return ((unit * 4 + step / 4) * 8 + vector * 4 + step % 4) * L;
     }
     static constexpr int stream_index(int i) {  // element i of a strip -> tile * 256 + t
-        const int p = i / L % 32, lane = i % L;
-        return (i / (32 * L) * (L / 8) + lane / 8) * kTileWeights + 32 * (lane % 8) + p;
+        const int p = i / L % 32, lane = i / (32 * L) * L + i % L;
+        return lane / 8 * kTileWeights + 32 * (lane % 8) + p;
     }
     static void finish(const float* accumulators, float* y) {
         for (int i = 0; i < kBlock; ++i) {
-            const int unit = i / (2 * L), vector = i / L % 2, lane = i % L;
-            y[(unit * (L / 8) + lane / 8) * kTile + vector * 8 + lane % 8] = accumulators[i];
+            const int vector = i / L % 2, lane = i / (2 * L) * L + i % L;
+            y[lane / 8 * kTile + vector * 8 + lane % 8] = accumulators[i];
         }
     }
 };

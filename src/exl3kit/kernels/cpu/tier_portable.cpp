@@ -6,11 +6,11 @@ namespace {
 
 struct Decoder {
     template <int BITS2, int CODEBOOK>
-    static constexpr Decode at() { return decode_columns<BITS2, CODEBOOK, 8>; }
+    static constexpr Decode at() { return decode_columns<BITS2, CODEBOOK, 4>; }
 };
 
 }  // namespace
 
-const Tier kTierPortable = make_tier<ColumnLayout<8>, Decoder, 2>();
+const Tier kTierPortable = make_tier<ColumnLayout<4>, Decoder, 4>();
 
 }  // namespace exl3
