@@ -23,7 +23,8 @@ def check_tiles(tiles: torch.Tensor) -> torch.Tensor:
     """`tiles` as contiguous float32 (n, 256); FormatError unless its values are finite in fp16."""
     if tiles.dim() != 2 or tiles.shape[1] != TILE_SIZE or tiles.dtype != torch.float32:
         raise FormatError(
-            f"tiles: expected torch.float32 (n, {TILE_SIZE}), got {tiles.dtype} {tuple(tiles.shape)}"
+            f"tiles: expected torch.float32 (n, {TILE_SIZE}), "
+            f"got {tiles.dtype} {tuple(tiles.shape)}"
         )
     # NaN compares false, so it is refused here too.
     if not bool((tiles.abs() <= _HALF_MAX).all()):

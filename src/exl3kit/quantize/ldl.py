@@ -60,7 +60,7 @@ def rotated(hessian: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 
 def feedback_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """float64 (k, k), k a multiple of 16 -> L minus its identity diagonal blocks, float32.
+    """float64 (k, k), k a multiple of 16 -> L minus its identity diagonal blocks.
 
     A Hessian that is not positive definite is damped by 0.05 of its mean diagonal at a time, up to
     ten times; then it is a FormatError.
@@ -68,7 +68,7 @@ def feedback_factor(hessian: torch.Tensor) -> torch.Tensor:
     for _ in range(_RETRIES + 1):
         lower, info = torch.linalg.cholesky_ex(hessian)
         if int(info) == 0 and bool(torch.isfinite(lower).all()):
-            return _without_diagonal_blocks(lower).float()
+            return _without_diagonal_blocks(lower)
         hessian = damped(hessian, 0.05)
     raise FormatError(
         f"hessian: expected positive semi-definite, still not after {_RETRIES} times damping; "

@@ -25,9 +25,9 @@ def ldlq(
 ) -> torch.Tensor:
     """States int32 (b, k/16, n/16, 256) of b matrices with error feedback.
 
-    inner     float32 (b, k, n), regularised and in the codebook's scale
-    lower     float32 (b, k, k), from `ldl.feedback_factor`
-    feedback  float32 (b, k, n), what errors are taken from in place of the encoder's own output:
+    inner     float64 (b, k, n), regularised and in the codebook's scale
+    lower     float64 (b, k, k), from `ldl.feedback_factor`
+    feedback  float64 (b, k, n), what errors are taken from in place of the encoder's own output:
               with the output of another quantiser this compares block by block without drift
     """
     count, k, n = inner.shape
@@ -45,11 +45,11 @@ def ldlq(
 
 
 def encode_matrix(matrix: torch.Tensor, bits: int | float, codebook: str) -> torch.Tensor:
-    """float32 (k, n) -> states int32 (k/16, n/16, 256), every tile on its own."""
+    """(k, n) of any float dtype -> states int32 (k/16, n/16, 256), every tile on its own."""
     tiles = to_tiles(matrix)
-    return encode(tiles.reshape(-1, TILE_SIZE), bits, codebook).view(tiles.shape)
+    return encode(tiles.reshape(-1, TILE_SIZE).float(), bits, codebook).view(tiles.shape)
 
 
 def decode_matrix(states: torch.Tensor, codebook: str) -> torch.Tensor:
-    """States (k/16, n/16, 256) -> their values, float32 (k, n)."""
-    return from_tiles(codebook_values(check_codebook(codebook))[states.long()].float())
+    """States (k/16, n/16, 256) -> their values, float64 (k, n)."""
+    return from_tiles(codebook_values(check_codebook(codebook))[states.long()].double())

@@ -21,9 +21,9 @@ def refit(
     suh: torch.Tensor,
     svh: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Better (suh, svh), float32, for weight (k, n) decoded as `quantized` (k, n) with suh, svh.
+    """Better (suh, svh), float64, for weight (k, n) decoded as `quantized` (k, n) with suh, svh.
 
-    hessian: (k, k), damped, in the original basis. All arithmetic in float64.
+    hessian: float64 (k, k), damped, in the original basis. All arithmetic in float64.
     """
     w, q, h = weight.double(), quantized.double(), hessian.double()
     hw = h @ w
@@ -34,7 +34,7 @@ def refit(
         q, column_scale = q * columns, column_scale * columns
         rows = _row_factors(q, h, hw)
         q, row_scale = q * rows.unsqueeze(1), row_scale * rows
-    return (suh.double() * row_scale).float(), (svh.double() * column_scale).float()
+    return suh * row_scale, svh * column_scale
 
 
 def _usable(factors: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The global scale g: how far regularised weights are stretched into the codebook.
 
-Too small wastes resolution, too large clips at the codebook's edge; the best g falls from about 1.05
-at one bit to 0.65 at eight (3inst, mcg). It is found by encoding sample tiles at several scales and
-taking the minimum of the mean squared error, from a coarse grid, then a fine one, then a parabola.
+Too small wastes resolution, too large clips at the codebook's edge; the best g falls from about
+1.05 at one bit to 0.65 at eight (3inst, mcg). It is found by encoding sample tiles at several
+scales and taking the minimum of the mean squared error: a coarse grid, a fine one, a parabola.
 """
 
 from __future__ import annotations
@@ -22,27 +22,31 @@ _FINE_STEP = 0.075
 _LOWEST = 0.01
 # Error feedback makes the encoder's targets larger than the weights, most at low rates.
 _GROWTH = {1: 1.08, 1.5: 1.035, 2: 1.018, 2.5: 1.009, 3: 1.004}
-# 512 tiles pin g to about 0.5 %: more matrices in a pool would cost time and change nothing.
-_MAX_TILES = 512
+# Of a pool of matrices: the search encodes each tile about eight times, as many tiles as all of a
+# 256 x 256 expert projection has, and g is flat around its minimum.
+_MAX_POOLED_TILES = 128
 
 
 def sample_tiles(inner: torch.Tensor) -> torch.Tensor:
-    """float32 (m, 256) of a regularised (k, n): a wrapped diagonal three tiles wide, and the tiles
-    of highest and lowest RMS."""
+    """float64 (m, 256) of a regularised (k, n): typical tiles, then those of extreme RMS.
+
+    A wrapped diagonal, each tile with its two right neighbours; the highest, the lowest.
+    The coarse grid takes every third one, so the order matters: this one finds exllamav3's g.
+    """
     tiles = to_tiles(inner)
     rows, columns, _ = tiles.shape
     diagonal = max(rows, columns)
-    along = torch.arange(diagonal)
-    picked = [tiles[along % rows, (along + offset) % columns] for offset in range(3)]
+    row = torch.arange(diagonal).unsqueeze(1)
+    along = tiles[row % rows, (row + torch.arange(3)) % columns]
     flat = tiles.reshape(-1, TILE_SIZE)
     extremes = min(max(8, 3 * diagonal // 16), len(flat))
-    by_energy = flat.square().sum(dim=1).argsort()
-    picked += [flat[by_energy[:extremes]], flat[by_energy[-extremes:]]]
-    return torch.cat(picked)
+    by_energy = flat.square().sum(dim=1).argsort(descending=True)
+    ends = torch.cat([by_energy[:extremes], by_energy[-extremes:]])
+    return torch.cat([along.reshape(-1, TILE_SIZE), flat[ends]])
 
 
 def best_scale(samples: torch.Tensor, bits: int | float, codebook: str) -> float:
-    """The g of least mean squared error for sample tiles float32 (m, 256); 1.0 if all are zero."""
+    """The g of least mean squared error for sample tiles float64 (m, 256); 1.0 if all are zero."""
     if not bool(samples.any()):
         return 1.0
     grown = samples * _GROWTH.get(bits, 1.0)
@@ -58,16 +62,16 @@ def search_scale(
 ) -> float:
     """One g for several weights (in, out) of any float dtype and shape, pooled over their samples.
 
-    Signs are drawn from `seed`; g does not depend on them in any way that matters. At most 512
-    tiles are encoded, taken evenly from all matrices.
+    Signs are drawn from `seed`; g does not depend on them in any way that matters. At most 128
+    tiles are used, taken evenly from all matrices.
     """
     pooled = []
     for index, weight in enumerate(weights):
-        padded = pad_matrix(weight.float())
+        padded = pad_matrix(weight.double())
         signs = make_signs(*padded.shape, seed=seed + index)
         pooled.append(sample_tiles(regularize(padded, signs).inner))
     samples = torch.cat(pooled)
-    step = -(-len(samples) // _MAX_TILES)
+    step = -(-len(samples) // _MAX_POOLED_TILES)
     return best_scale(samples[::step], bits, codebook)
 
 
@@ -75,8 +79,8 @@ def _errors(
     samples: torch.Tensor, scales: Sequence[float], bits: int | float, codebook: str
 ) -> list[float]:
     """Mean squared error of the samples encoded at each scale, in one call of the encoder."""
-    factors = torch.tensor(scales, dtype=torch.float32).view(-1, 1, 1)
-    states = encode((samples * factors).view(-1, TILE_SIZE), bits, codebook)
+    factors = torch.tensor(scales, dtype=torch.float64).view(-1, 1, 1)
+    states = encode((samples * factors).view(-1, TILE_SIZE).float(), bits, codebook)
     values = codebook_values(check_codebook(codebook))[states.long()].double()
     decoded = values.view(len(scales), *samples.shape) / factors
     return (decoded - samples).square().mean(dim=(1, 2)).tolist()

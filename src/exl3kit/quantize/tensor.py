@@ -21,7 +21,6 @@ from exl3kit.quantize.regularize import (
     check_signs,
     make_signs,
     pad_matrix,
-    padded_size,
     regularize,
 )
 from exl3kit.quantize.scale import best_scale, sample_tiles
@@ -34,7 +33,7 @@ SIGMA_REG = 0.025  # damping of the Hessian, of its mean diagonal
 class _Prepared:
     """One matrix ready to encode; sizes are the padded ones."""
 
-    weight: torch.Tensor  # float32 (k, n)
+    weight: torch.Tensor  # float64 (k, n)
     hessian: torch.Tensor | None  # float64 (k, k), mean diagonal 1, undamped; None = fallback
     damped: torch.Tensor | None
     regular: Regularized  # inner already times scale, su already over it
@@ -64,7 +63,7 @@ def quantize_tensor(
     sigma_reg  damping of the Hessian, in units of its mean diagonal
 
     The same arguments give the same bytes, on any number of threads and any instruction set of
-    the encoder (the float32 products around it may round differently on another machine).
+    the encoder; between machines only float64 rounding can differ.
     Raises FormatError for shapes, dtypes, rates and values it cannot quantise.
     """
     seeds, chosen = [seed], None if signs is None else [signs]
@@ -92,19 +91,11 @@ def quantize_tensors(
     rate = check_bits(bits, name)
     _check_call(weights, hessians, signs, scale, seeds, sigma_reg)
     seeds = range(len(weights)) if seeds is None else seeds
+    k, n = weights[0].shape
+    chosen = [make_signs(k, n, seed) for seed in seeds] if signs is None else signs
     prepared = [
-        _prepare(
-            weight,
-            hessian,
-            make_signs(*map(padded_size, weight.shape), seeds[i])
-            if signs is None
-            else check_signs(signs[i], *weight.shape),
-            rate,
-            name,
-            scale,
-            sigma_reg,
-        )
-        for i, (weight, hessian) in enumerate(zip(weights, hessians, strict=True))
+        _prepare(weight, hessian, own, rate, name, scale, sigma_reg)
+        for weight, hessian, own in zip(weights, hessians, chosen, strict=True)
     ]
     states = _encode_all(prepared, rate, name)
     return [_finish(p, s, rate, name) for p, s in zip(prepared, states, strict=True)]
@@ -118,6 +109,8 @@ def _check_call(
     seeds: Sequence[int] | None,
     sigma_reg: float,
 ) -> None:
+    if not weights:
+        raise FormatError("weights: expected at least one matrix, got none")
     for what, given in (("hessians", hessians), ("signs", signs), ("seeds", seeds)):
         if given is not None and len(given) != len(weights):
             raise FormatError(f"{what}: expected {len(weights)}, one a weight, got {len(given)}")
@@ -159,8 +152,8 @@ def _prepare(
     scale: float | None,
     sigma_reg: float,
 ) -> _Prepared:
-    padded = pad_matrix(weight.float())
-    regular = regularize(padded, signs)
+    padded = pad_matrix(weight.double())
+    regular = regularize(padded, check_signs(signs, *weight.shape))
     g = best_scale(sample_tiles(regular.inner), bits, codebook) if scale is None else float(scale)
     scaled = Regularized(regular.inner * g, regular.su / g, regular.sv)
     if hessian is None or ldl.is_dead(hessian):
@@ -230,13 +223,13 @@ def _to_half(suh: torch.Tensor, svh: torch.Tensor) -> tuple[torch.Tensor, torch.
     largest = float(suh.abs().max())
     if largest > 0 and not 2.0**-10 <= largest <= 2.0**14:
         _, exponent = torch.frexp(suh.abs().max())
-        shift = torch.tensor(2.0) ** exponent
+        shift = 2.0 ** int(exponent)
         suh, svh = suh / shift, svh * shift
     halves = suh.half(), svh.half()
     for name, exact, half in (("suh", suh, halves[0]), ("svh", svh, halves[1])):
         if not bool(torch.isfinite(half).all()) or (bool(exact.any()) and not bool(half.any())):
             raise FormatError(
-                f"{name}: expected values that fp16 holds, got up to {exact.abs().max().item():.3g}; "
-                "rescale the weight"
+                f"{name}: expected values that fp16 holds, "
+                f"got up to {exact.abs().max().item():.3g}; rescale the weight"
             )
     return halves

@@ -7,8 +7,8 @@ lowest predecessor. The ring is closed in two passes: the first starts half way 
 allowed, runs once around, and its best path tells the node at position 0; the second starts at
 position 0 with that node alone and must end in it.
 
-`encode` runs the compiled kernel, and `reference_encode` where there is no compiler; both return the
-same states.
+`encode` runs the compiled kernel, or `reference_encode` where there is no compiler; both return
+the same states.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _TileSearch:
         return costs, choices
 
     def _trace(self, choices: list[np.ndarray], start: int, node: int) -> tuple[int, np.ndarray]:
-        """Back from `node` after the last step to position 0: the node that enters it, and states."""
+        """Back from `node` after the last step: the node that enters position 0, and states."""
         states = np.zeros(TILE_SIZE, dtype=np.int64)
         for step in range(TILE_SIZE - 1, (TILE_SIZE - start) % TILE_SIZE - 1, -1):
             t = (start + step) % TILE_SIZE
