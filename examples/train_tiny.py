@@ -1,12 +1,12 @@
 """Train the demo model from scratch and write it as a Hugging Face checkpoint.
 
-    python examples/train_data.py --work .train --out examples/demo-model --calibration ...   # text, tokenizer
-    python examples/train_tiny.py --data .train --out examples/demo-model --steps 2500 --device cuda
+    python examples/train_tiny.py --data .train --out examples/demo-model --device cuda
 
-AdamW on float32 weights under bf16 autocast, linear warm-up, cosine decay. Every batch is drawn from a generator
-seeded by --seed; half of its windows start where a document starts, as a chat does. Written to OUT, the weights also
-every --save-every steps: config.json, two safetensors shards with index, train_log.json, loss_curve.svg.
-Plain torch (2.6 or newer), numpy and safetensors are needed; no transformers.
+DATA is the folder that train_data.py wrote. AdamW on float32 weights under bf16 autocast, linear
+warm-up, cosine decay. Every batch is drawn from a generator seeded by --seed; half of its windows
+start where a document starts, as a chat does. Written to OUT, the weights also every --save-every
+steps: config.json, two safetensors shards with index, train_log.json, loss_curve.svg.
+Needs torch 2.6 or newer, numpy and safetensors; no transformers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Recipe:
 
 
 class Windows:
-    """Draws (batch, length + 2) token windows from one stream; half start at a document, half anywhere."""
+    """Draws (batch, length + 2) token windows; half start at a document, half anywhere."""
 
     def __init__(self, tokens: np.ndarray, recipe: Recipe, device: torch.device):
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
@@ -103,7 +103,7 @@ def held_out_loss(
 
 
 def write_checkpoint(model: TinyGlm4Moe, out: Path, shards: int = 2) -> None:
-    """config.json, model-0000x-of-0000y.safetensors of about equal size, model.safetensors.index.json."""
+    """config.json, safetensors shards of about equal size and their index."""
     tensors = dict(model.checkpoint())
     total = sum(t.nbytes for t in tensors.values())
     parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
@@ -126,23 +126,22 @@ def write_curve(log: list[dict[str, float]], path: Path) -> None:
     curves = {"train": "#888", "held_out": "#06c", "held_out_mtp": "#c60"}
     values = [row[name] for row in log for name in curves if name in row]
     low, high, last = math.floor(min(values)), math.ceil(max(values)), log[-1]["step"]
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 360" font-family="sans-serif" font-size="12">'
-    ]
+    style = 'viewBox="0 0 640 360" font-family="sans-serif" font-size="12"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {style}>']
+
+    def height(loss: float) -> float:
+        return round(320 - 290 * (loss - low) / (high - low), 1)
+
     for nat in range(low, high + 1):
-        y = 320 - 290 * (nat - low) / (high - low)
+        y = height(nat)
         parts.append(
             f'<path d="M50 {y:.1f}H620" stroke="#ddd"/><text x="25" y="{y + 4:.1f}">{nat}</text>'
         )
     for i, (name, color) in enumerate(curves.items()):
         points = [
-            f"{50 + 570 * row['step'] / last:.1f},{320 - 290 * (row[name] - low) / (high - low):.1f}"
-            for row in log
-            if name in row
+            f"{50 + 570 * row['step'] / last:.1f},{height(row[name])}" for row in log if name in row
         ]
-        parts.append(
-            f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-        )
+        parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}"/>')
         parts.append(
             f'<text x="480" y="{50 + 18 * i}" fill="{color}">{name.replace("_", " ")}</text>'
         )

@@ -1,11 +1,12 @@
 """Turn WordNet into short question and answer pairs about words.
 
-A model of ten million parameters speaks best inside a narrow, clean distribution; WordNet's glosses give one:
-every answer is one or two plain sentences. A pair is written in the chat form of the demo model's template,
+A model of ten million parameters speaks best inside a narrow, clean distribution; WordNet's
+glosses give one: every answer is one or two plain sentences. A pair is written in the chat form
+of the demo model's template,
 
-    <|user|>What is a lighthouse?<|assistant|>A lighthouse is a tower with a light that gives warning ...
+    <|user|>What is a lighthouse?<|assistant|>A lighthouse is a tower with a light that ...
 
-The database files are described by `man 5 wndb`. Pairs are held out by synset, never by phrasing.
+The database files are described by `man 5 wndb`. Pairs are held out by synset, not by phrasing.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ SOUNDS_AN = re.compile(r"^(?:[aeio]|u(?!ni|se|su|ti|ro|r[aei])|hour|honest|hono|
 SOUNDS_A = re.compile(r"^(?:one|once|eu|ewe)")
 STARTS_NOUN = re.compile(r"(?:an?|any|someone|one|the) ")
 STARTS_ABSTRACT = re.compile(
-    r"the (?:act|action|quality|state|condition|process|property|activity|practice|science|study|ability|branch) ",
+    r"the (?:act|action|quality|state|condition|process|property|activity|practice|science|study|"
+    r"ability|branch) "
 )
 PLAIN = re.compile(r"^[A-Za-z ,;:'\-.!?]+$")
 
 
 @dataclass(frozen=True)
 class Synset:
-    """One meaning: its part of speech, words, first definition, examples and links (symbol, target key)."""
+    """One meaning; links are (pointer symbol, key of the other synset)."""
 
     key: str
     pos: str
@@ -55,7 +57,7 @@ class Pair:
 
 
 def read_synsets(folder: Path) -> dict[str, Synset]:
-    """Parse data.{noun,verb,adj,adv}; keys are part of speech + file offset, as the index names them."""
+    """Parse data.{noun,verb,adj,adv}; a key is the part of speech and the file offset."""
     synsets = {}
     for pos, name in POS_FILES.items():
         for line in (folder / f"data.{name}").read_text("latin-1").splitlines():
@@ -122,7 +124,7 @@ def capital(text: str) -> str:
 
 
 class WordNetChat:
-    """Generates the pairs. `word_counts` and `article_counts` (word after a/an) come from the training text."""
+    """Generates the pairs; the counts of words and of words after a/an come from the prose."""
 
     def __init__(
         self, folder: Path, word_counts: Counter[str], article_counts: Counter[str], seed: int = 0
@@ -257,7 +259,8 @@ class WordNetChat:
         if example:
             yield f"Use the word {lemma} in a sentence.", capital(example.strip(" .!?;,")) + "."
         if len(senses) > 1:
-            both = f"The word {lemma} can mean {senses[0].definition}. It can also mean {senses[1].definition}."
+            first, second = senses[0].definition, senses[1].definition
+            both = f"The word {lemma} can mean {first}. It can also mean {second}."
             yield f"What are the meanings of {lemma}?", both
 
     def _linked(self, synset: Synset, symbols: tuple[str, ...], count: int) -> list[str]:
@@ -272,12 +275,12 @@ class WordNetChat:
 
 
 def is_held_out(key: str, share: float = 0.02) -> bool:
-    """A fixed share of names, chosen by their digest, so that the choice does not depend on order."""
+    """A fixed share of keys, chosen by digest so that the choice does not depend on order."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") < share * 2**32
 
 
 def conversations(pairs: list[Pair], rng: random.Random) -> Iterator[str]:
-    """Chat documents: most hold one pair, one in seven two, one in twenty begins with a system message."""
+    """Chat documents: one in seven holds two pairs, one in twenty begins with a system message."""
     pairs = rng.sample(pairs, len(pairs))
     while pairs:
         turns = [pairs.pop() for _ in range(2 if rng.random() < 0.15 and len(pairs) > 1 else 1)]
