@@ -1,13 +1,13 @@
 // Decode with one column a lane, for the tiers without a byte-wise multishift.
 //
-// Column c of a tile (c & 7 here, both halves) owns stream positions 32 c .. 32 c + 31, and the windows of
-// two columns sit 32 K ring bits apart. So with q-th dword of all columns in one vector, a window is
-// one or two shifts by constants and no lane does anything of its own: the lanes are L of the 64
-// column pairs of a strip. At half rates 32 K bits are a whole number of 16-bit groups but not of dwords,
-// which the gather hides.
+// Column c of a tile (c & 7 here, both halves) owns stream positions 32 c .. 32 c + 31, and the
+// windows of two columns sit 32 K ring bits apart. So with q-th dword of all columns in one vector,
+// a window is one or two shifts by constants and no lane does anything of its own: the lanes are L
+// of the 64 column pairs of a strip. At half rates 32 K bits are a whole number of 16-bit groups
+// but not of dwords, which the gather hides.
 //
-// Floor, per weight: K/8 bytes of trellis; 2-4 instructions for the window, 1 (two micro-operations)
-// multiplication, 10 for the value: about 17 / L.
+// Floor, per weight: K/8 bytes of trellis; 2-4 instructions for the window, 1 (two
+// micro-operations) multiplication, 10 for the value: about 17 / L.
 #pragma once
 
 #include "lanes.h"
@@ -20,23 +20,26 @@ constexpr int window_end(int p, int bits2) { return ((p + 1) * bits2) >> 1; }
 
 constexpr int column_dwords(int bits2) { return (bits2 + 1) / 2 + 1; }
 
-// columns[lane group][q][lane] = dword q - 1 of the lane's column: one before its first, which windows
-// reach into. Done for a whole strip at once: vectors loaded soon after their lanes were stored stall.
+// columns[lane group][q][lane] = dword q - 1 of the lane's column: one before its first, which
+// windows reach into. Done for a whole strip at once: vectors loaded soon after their lanes were
+// stored stall.
 template <int BITS2, int L>
 inline void gather_columns(const uint16_t* tiles, uint32_t (*columns)[column_dwords(BITS2)][L]) {
     constexpr int groups = 8 * BITS2, dwords = column_dwords(BITS2);
     for (int tile = 0; tile < kBlockTiles; ++tile, tiles += groups) {
-        // The ring in reading order, with the ends it wraps to: group g is stored at word g ^ 1.
-        uint16_t ring[2 + groups + 2];
-        for (int g = 0; g < groups; ++g) ring[2 + g] = tiles[g ^ 1];
-        std::memcpy(ring, ring + groups, 4);
-        std::memcpy(ring + 2 + groups, ring + 2, 4);
+        // The ring with its dwords in reverse order and the ends it wraps to: 32 ring bits that
+        // start at any 16-bit group g are then one little-endian load.
+        constexpr int size = groups / 2;
+        uint32_t ring[size + 2];
+        for (int i = 0; i < size + 2; ++i)
+            std::memcpy(ring + i, tiles + (2 * (2 * size - i) % groups), 4);
+#pragma GCC unroll 8
         for (int column = 0; column < 8; ++column) {
-            const int lane = tile * 8 + column;
+            uint32_t* home = &columns[(tile * 8 + column) / L][0][(tile * 8 + column) % L];
+#pragma GCC unroll 9
             for (int q = 0; q < dwords; ++q) {
-                uint32_t pair;
-                std::memcpy(&pair, ring + BITS2 * column + 2 * q, 4);
-                columns[lane / L][q][lane % L] = pair << 16 | pair >> 16;
+                const int group = BITS2 * column + 2 * (q - 1);
+                std::memcpy(home + q * L, reinterpret_cast<uint16_t*>(ring) + groups - group, 4);
             }
         }
     }
@@ -51,15 +54,16 @@ inline U32<L> window(const uint32_t (*columns)[L], int p) {
     return (first << (offset - 16) | load<U32<L>>(columns[q + 1]) >> (48 - offset)) & 0xFFFF;
 }
 
-// fp32 rounded to the 11 significant bits of fp16, to nearest even. No value of a codebook is subnormal.
+// fp32 rounded to the 11 significant bits of fp16, to nearest even. No codebook value is subnormal.
 template <int L>
 inline F32<L> round_to_half(F32<L> value) {
     const U32<L> bits = (U32<L>)value;
     return (F32<L>)((bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000);
 }
 
-// The fp16 in the high half of v after the mask and flip of the format, as fp32. The mask leaves the two
-// low exponent bits, so the exponent is 12..15 and rebiasing it to 124..127 is part of the flip.
+// The fp16 in the high half of v after the mask and flip of the format, as fp32. The mask leaves
+// the two low exponent bits, so the exponent is 12..15 and rebiasing it to 124..127 is part of the
+// flip.
 template <int L>
 inline F32<L> masked_half(U32<L> v) {
     return (F32<L>)(((U32<L>)((I32<L>)v >> 3) & 0x81FFE000) ^ 0x3F6C0000);
@@ -73,8 +77,7 @@ inline F32<L> value_of(U32<L> state) {
         const F32<L> biased = (F32<L>)(sum << 13 | 0x44800000);
         return round_to_half<L>(biased * 0.00676727294921875f + -10.3828125f);
     } else {
-        const U32<L> hash =
-            CODEBOOK == kMcg ? state * 0xCBAC1FED : state * 89226354u + 64248484u;
+        const U32<L> hash = CODEBOOK == kMcg ? state * 0xCBAC1FED : state * 89226354u + 64248484u;
         return round_to_half<L>(masked_half<L>(hash << 16) + masked_half<L>(hash));
     }
 }

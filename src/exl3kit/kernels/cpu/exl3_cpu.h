@@ -1,5 +1,5 @@
-// C ABI of the CPU kernels and the names shared by their files. No framework is included anywhere in
-// this folder: raw pointers in, raw pointers out, memory owned by the caller.
+// C ABI of the CPU kernels and the names shared by their files. No framework is included anywhere
+// in this folder: raw pointers in, raw pointers out, memory owned by the caller.
 //
 // Headers of this folder are compiled once a tier with other instruction sets, so everything they
 // define lives in an unnamed namespace: a shared copy could be the one this machine cannot run.
@@ -11,19 +11,20 @@
 
 namespace exl3 {
 
-// Instruction-set tiers, in the order of ISA_NAMES in jit/cpu.py. Every kernel takes one as argument.
+// Instruction-set tiers, in the order of ISA_NAMES in jit/cpu.py. Every kernel takes one as
+// argument.
 enum Isa : int64_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Fp16 = 3 };
 enum Codebook : int64_t { kThreeInst = 0, kMcg = 1, kMul1 = 2 };
 enum DType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
 // Pinned by format/spec.py.
-constexpr int kTile = 16;          // a tile is 16 x 16 weights
-constexpr int kTileWeights = 256;  //
-constexpr int kBlock = 128;        // Hadamard block, and the columns of one work item
+constexpr int kTile = 16;  // a tile is 16 x 16 weights
+constexpr int kTileWeights = 256;
+constexpr int kBlock = 128;  // Hadamard block, and the columns of one work item
 constexpr int kBlockTiles = kBlock / kTile;
 
-// Arguments are structs whose fields all have eight bytes, so that their mirrors in kernels/*.py cannot
-// disagree about padding. `bits2` is twice the bits per weight: 2, 3, ... 8, 10, 12, 14, 16.
+// Arguments are structs whose fields all have eight bytes, so that their mirrors in kernels/*.py
+// cannot disagree about padding. `bits2` is twice the bits per weight: 2, 3, ... 8, 10, 12, 14, 16.
 struct LinearArgs {
     const void* x;            // (tokens, k) of dtype
     void* y;                  // (tokens, n) of dtype

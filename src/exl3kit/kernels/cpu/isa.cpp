@@ -12,7 +12,8 @@ EXL3_API int exl3_cpu_isa_max(void) {
         return exl3::kAvx512;
 #endif
 #if defined(EXL3_HAVE_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c"))
         return exl3::kAvx2;
 #endif
     return exl3::kPortable;

@@ -1,6 +1,6 @@
 // Vectors of L 32-bit lanes, with the compiler's own vector types: the same source is SSE2, AVX2 or
-// AVX-512 code by the flags of the file that includes it. Intrinsics only where the types have no word
-// for the operation.
+// AVX-512 code by the flags of the file that includes it. Intrinsics only where the types have no
+// word for the operation.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,12 @@ struct Lanes {
     typedef int32_t i32 __attribute__((vector_size(4 * L)));
     typedef float f32 __attribute__((vector_size(4 * L)));
 };
-template <int L> using U32 = typename Lanes<L>::u32;
-template <int L> using I32 = typename Lanes<L>::i32;
-template <int L> using F32 = typename Lanes<L>::f32;
+template <int L>
+using U32 = typename Lanes<L>::u32;
+template <int L>
+using I32 = typename Lanes<L>::i32;
+template <int L>
+using F32 = typename Lanes<L>::f32;
 
 template <class V, class T>
 inline V load(const T* from) {

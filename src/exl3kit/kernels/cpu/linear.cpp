@@ -18,12 +18,14 @@ void column_block(const LinearArgs& a, const Tier& tier, const float* rotated, i
     const int64_t column = block * kBlock, width = a.dtype == kFloat32 ? 4 : 2;
     const int64_t bias_width = a.bias_dtype == kFloat32 ? 4 : 2;
     float* y = scratch + product_scratch(a.tokens);
-    tier.product({a.trellis + block * kBlockTiles * 8 * a.bits2, a.n / kTile * 8 * a.bits2, a.k, a.bits2,
-                  a.codebook, rotated + first * a.k, tokens, scratch}, y);
+    tier.product({a.trellis + block * kBlockTiles * 8 * a.bits2, a.n / kTile * 8 * a.bits2, a.k,
+                  a.bits2, a.codebook, rotated + first * a.k, tokens, scratch},
+                 y);
     alignas(64) float scale[kBlock], bias[kBlock] = {};
     tier.load(a.svh + column, kFloat16, kBlock, scale);
     if (a.bias != nullptr)
-        tier.load(static_cast<const char*>(a.bias) + column * bias_width, a.bias_dtype, kBlock, bias);
+        tier.load(static_cast<const char*>(a.bias) + column * bias_width, a.bias_dtype, kBlock,
+                  bias);
     for (int64_t token = 0; token < tokens; ++token, y += kBlock) {
         tier.hadamard(y);
         for (int i = 0; i < kBlock; ++i) y[i] = y[i] * scale[i] + bias[i];

@@ -1,8 +1,9 @@
-// Routed experts: rotate the inputs, gate and up with the activation, down, weighted sum; four loops
-// over independent items, each of which one thread does alone, so the schedule cannot show in the result.
+// Routed experts: rotate the inputs, gate and up with the activation, down, weighted sum; four
+// loops over independent items, each of which one thread does alone, so the schedule cannot show in
+// the result.
 //
-// Between gate/up and down the rows stay in the rotated basis of the down projection: the epilogue of
-// a column block of 128 applies H128, svh, silu(gate) * up, the down suh and H128 again.
+// Between gate/up and down the rows stay in the rotated basis of the down projection: the epilogue
+// of a column block of 128 applies H128, svh, silu(gate) * up, the down suh and H128 again.
 #include <algorithm>
 #include <cmath>
 
@@ -40,13 +41,15 @@ struct Moe {
     }
 
     // One block of 128 columns of gate or up for the rows of a chunk, back in the original basis.
-    void gate_or_up(int64_t side, const RouteChunk& chunk, int64_t block, float* product, float* y) const {
+    void gate_or_up(int64_t side, const RouteChunk& chunk, int64_t block, float* product,
+                    float* y) const {
         const int64_t matrix = side * a.experts + chunk.expert, tile_words = 8 * a.bits2_13;
         const int64_t row_words = a.inner / kTile * tile_words;
-        const uint16_t* trellis =
-            a.w13_trellis + matrix * (a.hidden / kTile) * row_words + block * kBlockTiles * tile_words;
+        const uint16_t* trellis = a.w13_trellis + matrix * (a.hidden / kTile) * row_words +
+                                  block * kBlockTiles * tile_words;
         tier.product({trellis, row_words, a.hidden, a.bits2_13, a.codebook,
-                      rotated[side] + chunk.first * a.hidden, chunk.count, product}, y);
+                      rotated[side] + chunk.first * a.hidden, chunk.count, product},
+                     y);
         alignas(64) float scale[kBlock];
         tier.load(a.w13_svh + matrix * a.inner + block * kBlock, kFloat16, kBlock, scale);
         for (int64_t row = 0; row < chunk.count; ++row, y += kBlock) {
@@ -74,7 +77,8 @@ struct Moe {
         const uint16_t* trellis = a.w2_trellis + chunk.expert * (a.inner / kTile) * row_words +
                                   block * kBlockTiles * tile_words;
         tier.product({trellis, row_words, a.inner, a.bits2_2, a.codebook,
-                      hidden + chunk.first * a.inner, chunk.count, product}, y);
+                      hidden + chunk.first * a.inner, chunk.count, product},
+                     y);
         alignas(64) float scale[kBlock];
         tier.load(a.w2_svh + chunk.expert * a.hidden + block * kBlock, kFloat16, kBlock, scale);
         for (int64_t row = 0; row < chunk.count; ++row, y += kBlock) {
@@ -116,7 +120,12 @@ EXL3_API int exl3_moe(const exl3::MoeArgs* args) {
     if (!pack_routes(a, routes)) return 1;
     const int64_t rows = a.tokens * a.top_k, chunks = routes.chunks.size();
     float* w = a.workspace;
-    const Moe moe{a, tier(a.isa), routes, {w, w + rows * a.hidden}, w + 2 * rows * a.hidden, w,
+    const Moe moe{a,
+                  tier(a.isa),
+                  routes,
+                  {w, w + rows * a.hidden},
+                  w + 2 * rows * a.hidden,
+                  w,
                   w + rows * (2 * a.hidden + a.inner)};
     parallel_for(routes.order.size(), a.threads, [&](int64_t row, int) { moe.rotate(row); });
     parallel_for(chunks * (a.inner / kBlock), a.threads, [&](int64_t item, int worker) {

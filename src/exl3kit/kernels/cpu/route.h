@@ -13,14 +13,15 @@ struct RouteChunk {
 };
 
 struct Routes {
-    std::vector<int64_t> order;     // packed row -> token * top_k + slot; an expert's rows keep token order
+    // A route is token * top_k + slot. The rows of an expert keep the order of their tokens.
+    std::vector<int64_t> order;     // packed row -> route
     std::vector<int64_t> experts;   // packed row -> local expert
-    std::vector<int64_t> position;  // token * top_k + slot -> packed row, -1 = contributes nothing
+    std::vector<int64_t> position;  // route -> packed row, -1 = contributes nothing
     std::vector<RouteChunk> chunks;
 };
 
-// Routes with weight zero, with an id outside the model, or mapped to -1 are dropped. False when the
-// map names an expert that is not there.
+// Routes with weight zero, with an id outside the model, or mapped to -1 are dropped. False when
+// the map names an expert that is not there.
 bool pack_routes(const MoeArgs& args, Routes& routes);
 
 }  // namespace exl3

@@ -6,7 +6,9 @@ namespace {
 
 struct Decoder {
     template <int BITS2, int CODEBOOK>
-    static constexpr Decode at() { return decode_columns<BITS2, CODEBOOK, 8>; }
+    static constexpr Decode at() {
+        return decode_columns<BITS2, CODEBOOK, 8>;
+    }
 };
 
 }  // namespace

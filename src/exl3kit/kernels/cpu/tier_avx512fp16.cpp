@@ -2,12 +2,13 @@
 //
 // A quad is four neighbouring windows of one column: at most 40 ring bits, which lie in two
 // neighbouring dwords (at 7 bits in two such pairs). With that pair of all eight columns in one
-// register, one vpmultishiftqb cuts all 32 windows, whatever the rate. The 32-bit hash is made as two
-// 16-bit halves, which are the two fp16 operands that the 3inst and mcg codebooks add.
+// register, one vpmultishiftqb cuts all 32 windows, whatever the rate. The 32-bit hash is made as
+// two 16-bit halves, which are the two fp16 operands that the 3inst and mcg codebooks add.
 //
 // Floor, per 32 weights and one token, in vector micro-operations: K/8 permutes, 1 multishift, 3
-// multiplications, 1 addition, 2 mask-and-flip, 1 fp16 addition, 2 conversions, 2 fma = 12.4 at K = 3,
-// two a cycle: 5 weights a cycle, 1.9 bytes of trellis. Memory is not the limit on any such machine.
+// multiplications, 1 addition, 2 mask-and-flip, 1 fp16 addition, 2 conversions, 2 fma = 12.4 at K =
+// 3, two a cycle: 5 weights a cycle, 1.9 bytes of trellis. Memory is not the limit on any such
+// machine.
 #include <immintrin.h>
 
 #include "column_decode.h"
@@ -84,7 +85,8 @@ struct PackedTile {
         const __m512i low = _mm512_permutex2var_epi32(part[0], index, part[1]);
         if constexpr (kRegisters <= 2) return low;
         const __mmask16 is_high = _mm512_test_epi32_mask(index, _mm512_set1_epi32(32));
-        if constexpr (kRegisters == 3) return _mm512_mask_permutexvar_epi32(low, is_high, index, part[2]);
+        if constexpr (kRegisters == 3)
+            return _mm512_mask_permutexvar_epi32(low, is_high, index, part[2]);
         return _mm512_mask_mov_epi32(low, is_high,
                                      _mm512_permutex2var_epi32(part[2], index, part[3]));
     }
@@ -120,12 +122,15 @@ inline __m512h halves_of(__m512i state) {
         const __m512i ones = _mm512_set1_epi8(1);
         const __m512i sum =
             _mm512_add_epi16(_mm512_maddubs_epi16(low, ones), _mm512_maddubs_epi16(high, ones));
-        const __m512i biased = _mm512_or_si512(sum, _mm512_set1_epi16(0x6400));  // 1024 + sum in fp16
+        // 0x6400 is 1024 in fp16, where one unit is the last bit.
+        const __m512i biased = _mm512_or_si512(sum, _mm512_set1_epi16(0x6400));
         return _mm512_fmadd_ph((__m512h)biased, (__m512h)_mm512_set1_epi16(0x1EEE),
                                (__m512h)_mm512_set1_epi16(short(0xC931)));
     } else {
-        if constexpr (CODEBOOK == kMcg) hash_halves<0xCBAC1FED, 0>(state, low, high);
-        else hash_halves<89226354, 64248484>(state, low, high);
+        if constexpr (CODEBOOK == kMcg)
+            hash_halves<0xCBAC1FED, 0>(state, low, high);
+        else
+            hash_halves<89226354, 64248484>(state, low, high);
         return _mm512_add_ph(masked_halves(low), masked_halves(high));
     }
 }
@@ -159,13 +164,17 @@ void decode_quads(const uint16_t* tiles, float* out) {
 
 struct Decoder {
     template <int BITS2, int CODEBOOK>
-    static constexpr Decode at() { return decode_quads<BITS2, CODEBOOK>; }
+    static constexpr Decode at() {
+        return decode_quads<BITS2, CODEBOOK>;
+    }
 };
 
 // A vector holds 4 columns x the 4 rows of a quad; the rows are summed at the very end.
 struct QuadLayout {
     static constexpr int L = 16, kUnits = kBlockTiles, kVectors = 4, kSteps = 4, kStepRows = 4;
-    static F32<L> broadcast(const float* x) { return (F32<L>)_mm512_broadcast_f32x4(_mm_loadu_ps(x)); }
+    static F32<L> broadcast(const float* x) {
+        return (F32<L>)_mm512_broadcast_f32x4(_mm_loadu_ps(x));
+    }
     static constexpr int offset(int unit, int step, int vector) {
         return unit * kTileWeights + step * 64 + vector * 16;
     }
@@ -173,7 +182,8 @@ struct QuadLayout {
         return i / kTileWeights * kTileWeights + 32 * (i / 4 % 8) + i / 32 % 8 * 4 + i % 4;
     }
     static void finish(const float* sums, float* y) {
-        for (int i = 0; i < kBlock; ++i, sums += 4) y[i] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        for (int i = 0; i < kBlock; ++i, sums += 4)
+            y[i] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 };
 

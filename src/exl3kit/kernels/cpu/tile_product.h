@@ -41,10 +41,9 @@ Decode decoder_of(int64_t bits2, int64_t codebook) {
     }
 }
 
-// accumulators (TOKENS, units * vectors * L) += x (TOKENS, rows * 16) times the strip.
+// accumulators (TOKENS, units * vectors * L) += x (TOKENS, kStripRows * 16) times the strip.
 template <class LAYOUT, int TOKENS>
-inline void accumulate(const float* strip, int64_t rows, const float* x, int64_t x_stride,
-                       float* accumulators) {
+inline void accumulate(const float* strip, const float* x, int64_t x_stride, float* accumulators) {
     constexpr int L = LAYOUT::L, V = LAYOUT::kVectors, width = LAYOUT::kUnits * V * L;
     for (int unit = 0; unit < LAYOUT::kUnits; ++unit) {
         F32<L> sums[TOKENS][V];
@@ -53,7 +52,7 @@ inline void accumulate(const float* strip, int64_t rows, const float* x, int64_t
         for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) sums[t][v] = load<F32<L>>(home + t * width + v * L);
-        for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t row = 0; row < kStripRows; ++row) {
             const float* tiles = strip + row * kBlockTiles * kTileWeights;
             const float* inputs = x + row * kTile;
 #pragma GCC unroll 16
@@ -79,11 +78,25 @@ inline void accumulate(const float* strip, int64_t rows, const float* x, int64_t
     }
 }
 
+// All tokens times the strip, in blocks of TOKENS rows, and what is left in blocks of half as many.
+template <class LAYOUT, int TOKENS>
+void multiply(const float* strip, const float* x, int64_t x_stride, int64_t tokens,
+              float* accumulators) {
+    constexpr int64_t width = LAYOUT::kUnits * LAYOUT::kVectors * LAYOUT::L;
+    int64_t token = 0;
+    for (; token + TOKENS <= tokens; token += TOKENS)
+        accumulate<LAYOUT, TOKENS>(strip, x + token * x_stride, x_stride,
+                                   accumulators + token * width);
+    if constexpr (TOKENS > 1)
+        multiply<LAYOUT, TOKENS / 2>(strip, x + token * x_stride, x_stride, tokens - token,
+                                     accumulators + token * width);
+}
+
 template <class LAYOUT, class DECODER, int TOKENS>
 void product(const Product& p, float* y) {
     constexpr int64_t width = LAYOUT::kUnits * LAYOUT::kVectors * LAYOUT::L;
     const Decode decode = decoder_of<DECODER>(p.bits2, p.codebook);
-    const int64_t k_tiles = p.k / kTile, line_bytes = kBlockTiles * 16 * p.bits2;
+    const int64_t k_tiles = p.k / kTile, row_bytes = kBlockTiles * 16 * p.bits2;
     float* strip = p.scratch;
     float* accumulators = strip + kStripFloats;
     std::memset(accumulators, 0, p.tokens * width * sizeof(float));
@@ -92,17 +105,10 @@ void product(const Product& p, float* y) {
             const uint16_t* tiles = p.trellis + (tile + row) * p.row_words;
             // Rows of tiles are a page or more apart, where the hardware does not look ahead.
             const char* ahead = reinterpret_cast<const char*>(tiles + 2 * kStripRows * p.row_words);
-            for (int64_t line = 0; line < line_bytes; line += 64) __builtin_prefetch(ahead + line);
+            for (int64_t line = 0; line < row_bytes; line += 64) __builtin_prefetch(ahead + line);
             decode(tiles, strip + row * kBlockTiles * kTileWeights);
         }
-        const float* x = p.x + tile * kTile;
-        int64_t token = 0;
-        for (; token + TOKENS <= p.tokens; token += TOKENS)
-            accumulate<LAYOUT, TOKENS>(strip, kStripRows, x + token * p.k, p.k,
-                                       accumulators + token * width);
-        for (; token < p.tokens; ++token)
-            accumulate<LAYOUT, 1>(strip, kStripRows, x + token * p.k, p.k,
-                                  accumulators + token * width);
+        multiply<LAYOUT, TOKENS>(strip, p.x + tile * kTile, p.k, p.tokens, accumulators);
     }
     for (int64_t token = 0; token < p.tokens; ++token)
         LAYOUT::finish(accumulators + token * width, y + token * kBlock);
@@ -117,8 +123,12 @@ void decode_to_stream(const uint16_t* tiles, int64_t bits2, int64_t codebook, fl
 
 template <class LAYOUT, class DECODER, int TOKENS>
 constexpr Tier make_tier() {
-    return Tier{product<LAYOUT, DECODER, TOKENS>, decode_to_stream<LAYOUT, DECODER>, rotate_row,
-                hadamard_block, load_row, store_row};
+    return Tier{product<LAYOUT, DECODER, TOKENS>,
+                decode_to_stream<LAYOUT, DECODER>,
+                rotate_row,
+                hadamard_block,
+                load_row,
+                store_row};
 }
 
 }  // namespace
