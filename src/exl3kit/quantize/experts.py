@@ -20,15 +20,17 @@ from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.format.spec import Codebook
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.models import glm4_moe_block as block
-from exl3kit.quantize.hessian import NO_HESSIANS, ExpertHessians, LayerHessians
-from exl3kit.quantize.report import SliceResult
+from exl3kit.quantize.hessian import UNCALIBRATED, Coverage, ExpertHessians, LayerHessians
+from exl3kit.quantize.report import SliceResult, slice_name
 from exl3kit.quantize.scale import search_scale
 from exl3kit.quantize.tensor import quantize_tensors
 
 # Projections whose slices have one shape, and so one call of the quantiser and one scale.
 _GATE_UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 _GROUPS = (_GATE_UP, _DOWN)
-_SCALE_EXPERTS = 4
+# Experts a scale is searched on, one slice of each. The error is flat around its minimum: 0.01 off
+# costs 0.04 % at 3 bits, 0.05 off 0.9 %, and 32 tiles find g within 0.02.
+_SCALE_EXPERTS = 2
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,14 @@ class ExpertJob:
     emit: Callable[[Exl3Tensor, SliceResult], None]
 
     def scales(self, weights: block.Weights, num_experts: int) -> dict[str, float]:
-        """The g of each projection of a layer, from the slices of a few experts spread over it."""
+        """The g of each projection of a layer, from slices of a few experts spread over it."""
         step = -(-num_experts // _SCALE_EXPERTS)
         scales = {}
         for group in _GROUPS:
             slices = [
-                piece
+                self.slices(_dense(weights, expert, projection), projection)[0]
                 for expert in range(0, num_experts, step)
                 for projection in group
-                for piece in self.slices(_dense(weights, expert, projection), projection)
             ]
             g = search_scale(slices, self.bits, Codebook.MCG, self.seed)
             scales |= dict.fromkeys(group, g)
@@ -66,31 +67,20 @@ class ExpertJob:
         """Quantise one expert's projections (out_features, in_features); returns them decoded."""
         decoded = {}
         for group in _GROUPS:
-            pieces, own, names = [], [], []
-            for projection in group:
-                pieces += self.slices(dense[projection], projection)
-                own += self.slice_hessians(hessians, projection)
-                stem = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
-                names += [f"{stem}.rank{rank}" for rank in range(self.tp)]
+            places = [(projection, rank) for projection in group for rank in range(self.tp)]
+            names = [slice_name(layer, expert, *place) for place in places]
             done = quantize_tensors(
-                pieces,
-                own,
+                [piece for p in group for piece in self.slices(dense[p], p)],
+                [piece for p in group for piece in self.slice_hessians(hessians, p)],
                 self.bits,
                 Codebook.MCG,
                 scale=scales[group[0]],
                 seeds=[slice_seed(self.seed, name) for name in names],
             )
-            for name, (tensor, stats) in zip(names, done, strict=True):
-                result = SliceResult(
-                    name,
-                    layer,
-                    name.split(".")[-2],
-                    stats.proxy_error,
-                    stats.scale,
-                    hessians.coverage,
-                    hessians.tokens,
-                )
-                self.emit(tensor, result)
+            for place, (tensor, stats) in zip(places, done, strict=True):
+                coverage = Coverage.NONE if stats.fallback else hessians.coverage
+                figures = stats.proxy_error, stats.scale, coverage
+                self.emit(tensor, SliceResult(layer, expert, *place, *figures))
             for i, projection in enumerate(group):
                 parts = [t.dequantize() for t, _ in done[i * self.tp : (i + 1) * self.tp]]
                 decoded[projection] = torch.cat(parts, dim=_cut_dim(projection)).T
@@ -139,14 +129,13 @@ def quantize_layer(
     layer is calibrated on.
     """
     routing = block.route(tokens, weights, config)
-    hessians = LayerHessians(f"model.layers.{layer}", tokens, routing, weights, config)
+    hessians = LayerHessians(f"model.layers.{layer}", tokens)
     scales = job.scales(weights, config.n_routed_experts)
     out = torch.zeros_like(tokens)
     for expert, index, weight in routing.by_expert(config.n_routed_experts):
         dense = {p: _dense(weights, expert, p) for p in PROJECTIONS}
         inputs = tokens.index_select(0, index)
-        activation = block.gated_activation(inputs, dense["gate_proj"], dense["up_proj"])
-        own = hessians.of(expert, inputs, activation)
+        own = hessians.of(expert, dense["gate_proj"], dense["up_proj"], inputs)
         decoded = job.quantize(layer, expert, dense, own, scales)
         activation = block.gated_activation(inputs, decoded["gate_proj"], decoded["up_proj"])
         out.index_add_(0, index, F.linear(activation, decoded["down_proj"]) * weight[:, None])
@@ -160,4 +149,4 @@ def quantize_layer_blind(
     scales = job.scales(weights, num_experts)
     for expert in range(num_experts):
         dense = {p: _dense(weights, expert, p) for p in PROJECTIONS}
-        job.quantize(layer, expert, dense, NO_HESSIANS, scales)
+        job.quantize(layer, expert, dense, UNCALIBRATED, scales)

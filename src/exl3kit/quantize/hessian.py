@@ -1,9 +1,19 @@
 """Second moments of the inputs of a layer's experts, one expert at a time.
 
-`of` gives an expert's two Hessians when the job comes to it, so that one (H, H) and one (I, I)
-matrix exist at a time. An expert that saw fewer than MIN_TOKENS tokens takes the layer's: the
-mean over all tokens for gate and up, the mean over all routed activations for down. A Hessian
-that still carries nothing (all zero) becomes None, which quantises without error feedback.
+An expert sees a fraction of the calibration tokens, some experts see none. Its Hessians are those
+of the tokens routed to it, shrunk towards what the whole layer's tokens would give:
+
+    H = (n H_routed + n0 H_layer) / (n + n0),      n0 = 2 x the width of H
+
+so that few tokens weigh little and none leave the layer's. For gate and up, H_layer is the second
+moment of all the layer's input tokens; for down, of the expert's own activation on an even sample
+of them (another expert's activations live in another basis). Measured on the demo model at 3 bits,
+KL divergence to BF16 on held-out text, for 64 and for 8 calibration rows of 512 tokens (the same
+job with another seed moves by 0.0004):
+
+    routed tokens only               0.0392    0.0451
+    one H_layer for gate and up      0.0412    0.0447
+    shrunk                           0.0389    0.0423
 """
 
 from __future__ import annotations
@@ -17,98 +27,73 @@ from torch import Tensor
 from exl3kit.errors import CheckpointError
 from exl3kit.models import glm4_moe_block as block
 
-MIN_TOKENS = 32
-
+_PRIOR = 2  # n0 in units of the width
+_SAMPLE = 2048  # of a layer's tokens that every expert is run on for its down Hessian
 # Tokens of one product. From 2,000 on the BLAS splits the sum over its threads, and its last bits
 # then depend on their number; at 512 the result was the same for widths from 128 to 4096.
 _CHUNK = 512
-# Below this mean diagonal a Hessian says nothing; the same bound as exllamav3's.
-_DEAD = 1e-20
 
 
 class Coverage(StrEnum):
-    """Where an expert's Hessians come from."""
+    """What an expert's Hessians mostly come from, for the counters of the metadata."""
 
     ROUTED = "routed"
-    LAYER = "layer"
-    NONE = "none"
+    MOSTLY_LAYER = "mostly_layer"  # fewer routed tokens than n0
+    LAYER = "layer"  # no routed token
+    NONE = "none"  # quantised without a Hessian
 
 
 @dataclass(frozen=True)
 class ExpertHessians:
-    """`gate_up` (H, H) and `down` (I, I), fp32 means of outer products or None, and origin."""
+    """`gate_up` (H, H) and `down` (I, I), fp32 means of outer products; None = not calibrated."""
 
     gate_up: Tensor | None
     down: Tensor | None
     coverage: Coverage
-    tokens: int
 
 
-NO_HESSIANS = ExpertHessians(None, None, Coverage.NONE, 0)
+UNCALIBRATED = ExpertHessians(None, None, Coverage.NONE)
 
 
 def second_moment(x: Tensor) -> Tensor:
-    """x^T x / T of tokens (T, n), fp32."""
+    """x^T x / T of tokens (T, n), fp32; zero for no tokens."""
     total = torch.zeros(x.shape[1], x.shape[1])
     for part in x.split(_CHUNK):
         total.addmm_(part.T, part)
-    return total / len(x)
+    return total / max(1, len(x))
+
+
+def shrunk(routed: Tensor, layer: Tensor, tokens: int) -> Tensor:
+    """(n routed + n0 layer) / (n + n0) for second moments (w, w) and n = `tokens`."""
+    prior = _PRIOR * len(layer)
+    return (tokens * routed + prior * layer) / (tokens + prior)
 
 
 class LayerHessians:
-    """The Hessians of one MoE layer, made from its input tokens (T, H) and their routing."""
+    """The Hessians of one MoE layer's experts, given its input tokens (T, H)."""
 
-    def __init__(
-        self,
-        name: str,
-        tokens: Tensor,
-        routing: block.Routing,
-        weights: block.Weights,
-        config: block.ForwardConfig,
-    ) -> None:
+    def __init__(self, name: str, tokens: Tensor) -> None:
+        """`name` is the layer's, for messages."""
         self._name = name
-        self._tokens, self._routing = tokens, routing
-        self._weights, self._config = weights, config
-        self._layer: ExpertHessians | None = None
+        self._gate_up = second_moment(tokens)
+        self._sample = tokens[:: -(-len(tokens) // _SAMPLE)]
 
-    def of(self, expert: int, inputs: Tensor, activation: Tensor) -> ExpertHessians:
-        """Hessians of `expert`, which is given `inputs` (n, H) and makes `activation` (n, I).
+    def of(self, expert: int, gate: Tensor, up: Tensor, inputs: Tensor) -> ExpertHessians:
+        """Hessians of an expert with `gate` and `up` (I, H), to which `inputs` (n, H) are routed.
 
-        CheckpointError when the activations are not finite.
+        CheckpointError when its activations are not finite.
         """
-        require_finite(activation, f"{self._name}.mlp.experts.{expert}: activation")
+        moments: list[Tensor] = []
+        for tokens in (inputs, self._sample):
+            activation = block.gated_activation(tokens, gate, up)
+            require_finite(activation, f"{self._name}.mlp.experts.{expert}: activation")
+            moments.append(second_moment(activation))
         count = len(inputs)
-        if count < MIN_TOKENS:
-            return self._layer_average(count)
-        return _checked(second_moment(inputs), second_moment(activation), Coverage.ROUTED, count)
-
-    def _layer_average(self, count: int) -> ExpertHessians:
-        if self._layer is None:
-            self._layer = _checked(
-                second_moment(self._tokens), self._down_average(), Coverage.LAYER, 0
-            )
-        shared = self._layer
-        return ExpertHessians(shared.gate_up, shared.down, shared.coverage, count)
-
-    def _down_average(self) -> Tensor:
-        """Mean of the outer products of every routed activation of the layer, (I, I)."""
-        total: list[Tensor] = []
-
-        def observe(expert: int, inputs: Tensor, activation: Tensor, weight: Tensor) -> None:
-            moment = second_moment(activation) * len(activation)
-            total[:] = [moment + total[0]] if total else [moment]
-
-        block.routed_experts(self._tokens, self._routing, self._weights, self._config, observe)
-        return total[0] / self._routing.topk_ids.numel()
-
-
-def _checked(gate_up: Tensor, down: Tensor, coverage: Coverage, tokens: int) -> ExpertHessians:
-    is_dead = [float(h.diagonal().mean()) < _DEAD for h in (gate_up, down)]
-    if any(is_dead):
-        coverage = Coverage.NONE
-    return ExpertHessians(
-        None if is_dead[0] else gate_up, None if is_dead[1] else down, coverage, tokens
-    )
+        coverage = Coverage.ROUTED if count else Coverage.LAYER
+        if 0 < count < _PRIOR * max(len(self._gate_up), len(moments[0])):
+            coverage = Coverage.MOSTLY_LAYER
+        gate_up = shrunk(second_moment(inputs), self._gate_up, count)
+        return ExpertHessians(gate_up, shrunk(moments[0], moments[1], count), coverage)
 
 
 def require_finite(x: Tensor, name: str) -> None:

@@ -143,18 +143,9 @@ class _Run:
 
     def _calibration(self, rows: Tensor, text_name: str) -> dict[str, Any]:
         """The `calibration` object of the metadata; also says in the log what was not covered."""
-        experts = {(r.layer, r.name.split(".experts.")[1].split(".")[0]): r for r in self._slices}
-        counts = coverage_counts(r.coverage for r in experts.values())
-        uncovered = counts[Coverage.LAYER] + counts[Coverage.NONE]
-        if uncovered:
-            _log.warning(
-                "%d of %d experts saw too few calibration tokens: %d use their layer's Hessian, "
-                "%d none",
-                uncovered,
-                len(experts),
-                counts[Coverage.LAYER],
-                counts[Coverage.NONE],
-            )
+        counts = coverage_counts(self._slices)
+        if any(counts[kind] for kind in Coverage if kind is not Coverage.ROUTED):
+            _log.warning("experts by the origin of their Hessians: %s", counts)
         return {
             "text": text_name,
             "rows": rows.shape[0],

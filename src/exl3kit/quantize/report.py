@@ -16,13 +16,23 @@ REPORT_NAME = "quantization_report.json"
 class SliceResult:
     """One quantised slice; `proxy_error` = tr(E^T H E) / tr(W^T H W), H = 1 where there is none."""
 
-    name: str
     layer: int
+    expert: int
     projection: str
+    rank: int
     proxy_error: float
     scale: float
     coverage: Coverage
-    tokens: int
+
+    @property
+    def name(self) -> str:
+        """The slice's name, to which its tensors' fields are added."""
+        return slice_name(self.layer, self.expert, self.projection, self.rank)
+
+
+def slice_name(layer: int, expert: int, projection: str, rank: int) -> str:
+    """Name of one rank's slice of one expert's projection in a rank-sliced checkpoint."""
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}.rank{rank}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class QuantizeReport:
         return sum(r.proxy_error for r in self.slices) / len(self.slices)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of quantization_report.json; without times, so equal runs write equal bytes."""
+        """The content of quantization_report.json; no times: equal runs write equal bytes."""
         return {
             "calibration": self.calibration,
             "summary": [asdict(summary) for summary in self.summaries()],
@@ -78,7 +88,7 @@ def _summary(results: list[SliceResult]) -> ProjectionSummary:
     )
 
 
-def coverage_counts(coverages: Iterable[Coverage]) -> dict[str, int]:
+def coverage_counts(slices: Iterable[SliceResult]) -> dict[str, int]:
     """Experts by the origin of their Hessians, all origins listed."""
-    counts = Counter(coverages)
+    counts = Counter({(s.layer, s.expert): s.coverage for s in slices}.values())
     return {str(kind): counts[kind] for kind in Coverage}
