@@ -1,0 +1,140 @@
+"""Whole engines on the CPU: tokens of EXL3 models against the same weights, decoded, in stock vLLM.
+
+Everything runs in fp32, where the kernels round nothing on the way. The tiny model has four experts
+with top-2 routing and hidden size 128, so that a single trellis word weighs enough to show.
+"""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl3kit import quantize_tensor
+from exl3kit.checkpoint.open import open_checkpoint
+from exl3kit.format.tensors import Exl3Tensor
+from exl3kit.models.base import ShardKind
+from exl3kit.slicing.apply import cut_exl3
+from exl3kit.testing.dense import write_dense_twin
+from exl3kit.testing.generate import Encode, make_rank_sliced, random_exl3
+from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
+from tests.integrations.vllm.engine import EngineFailed, Generation, generate, run_job
+
+pytestmark = pytest.mark.vllm
+
+SPEC = TinyGlm4Moe(hidden_size=128, num_experts=4, mtp_layers=1, dtype=torch.float32)
+PROMPTS = [f"{number} is {chr(65 + number)}" for number in range(16)]
+TOKENS = 64
+MAX_GAP = 1e-3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Path:
+    return write_tiny_model(folder / "plain", SPEC)
+
+
+def random_slice(tp: int) -> Encode:
+    """Ignores the weight: rank r gets its cut of one random linear, the same for any tp."""
+
+    def encode(part: torch.Tensor, name: str) -> Exl3Tensor:
+        module, _, rank = name.rpartition(".rank")
+        is_row = module.endswith("down_proj")
+        ins, outs = part.shape[0] * (tp if is_row else 1), part.shape[1] * (1 if is_row else tp)
+        whole = random_exl3(ins, outs, 3, seed=zlib.crc32(module.encode()))
+        width = part.shape[0 if is_row else 1]
+        channels = range(int(rank) * width, (int(rank) + 1) * width)
+        cut = cut_exl3(whole, ShardKind.ROW if is_row else ShardKind.COLUMN, channels)
+        return Exl3Tensor(**cut.tensors(), name=name)
+
+    return encode
+
+
+@pytest.fixture(scope="module")
+def sliced(folder: Path, plain: Path) -> dict[int, Path]:
+    """The same random experts in layers 1 and 2, as files for one and for two ranks."""
+    return {
+        tp: make_rank_sliced(plain, folder / f"tp{tp}", 3, tp, (1, 2), encode=random_slice(tp))
+        for tp in (1, 2)
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path, sliced: dict[int, Path]) -> Generation:
+    """Stock vLLM on the decoded weights: the tokens everything else is held against."""
+    return generate(write_dense_twin(sliced[2], folder / "dense"), PROMPTS, max_tokens=TOKENS)
+
+
+def quantise(weight: torch.Tensor, name: str) -> Exl3Tensor:
+    """The real quantiser with an identity Hessian."""
+    tensor, _ = quantize_tensor(weight, torch.eye(weight.shape[0]), 3)
+    return Exl3Tensor(**tensor.tensors(), name=name)
+
+
+def assert_same_tokens(found: Generation, expected: Generation) -> None:
+    """Equal tokens; where a prompt departs, the two best logits must be closer than MAX_GAP."""
+    for prompt, (ours, theirs) in enumerate(zip(found.tokens, expected.tokens, strict=True)):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        step = next((step for step, (one, other) in pairs if one != other), None)
+        if step is not None:
+            (_, best), (_, second) = expected.top[prompt][step]
+            assert best - second < MAX_GAP, f"prompt {prompt} departs at token {step}"
+
+
+def alter_word(source: Path, out: Path, name: str, word: int) -> Path:
+    """Copy the shard that holds trellis `name` to `out` with one int16 word inverted."""
+    info = open_checkpoint(source).info(name)
+    data = bytearray(info.file.read_bytes())
+    start = info.start + 2 * word
+    data[start : start + 2] = bytes(255 - byte for byte in data[start : start + 2])
+    out.write_bytes(data)
+    return out
+
+
+def test_two_ranks_answer_like_the_dense_model_and_every_word_counts(
+    folder: Path, sliced: dict[int, Path], dense: Generation
+) -> None:
+    shard = open_checkpoint(sliced[2]).info("lm_head.weight").file
+    name = "model.layers.1.mlp.experts.0.down_proj.rank1.trellis"
+    altered = alter_word(sliced[2], folder / "altered", name, word=1000)
+    original = shutil.copy(shard, folder / "original")
+    job = {"model": str(sliced[2]), "prompts": PROMPTS, "max_tokens": TOKENS, "tp": 2}
+    swaps = [(shard.name, str(altered)), (shard.name, str(original))]
+    before, changed, after = (Generation(**result) for result in run_job({**job, "swaps": swaps}))
+    assert_same_tokens(before, dense)
+    assert changed.tokens != before.tokens
+    assert after == before  # reload brings everything back, bit for bit
+
+
+def test_one_rank_with_a_plain_draft(sliced: dict[int, Path], dense: Generation) -> None:
+    """The next-token layer lies outside moe_layers: it stays stock, and tokens do not change."""
+    found = generate(sliced[1], PROMPTS, max_tokens=TOKENS, drafts=1)
+    assert found.drafted > 0
+    assert_same_tokens(found, dense)
+
+
+def test_quantised_draft_is_accepted_and_lossless(folder: Path) -> None:
+    spec = TinyGlm4Moe(
+        hidden_size=128, num_experts=4, mtp_layers=1, agree=True, dtype=torch.float32
+    )
+    plain = write_tiny_model(folder / "agree", spec)
+
+    model = make_rank_sliced(plain, folder / "agree-exl3", 3, 2, (1, 3), encode=quantise)
+    prompts = PROMPTS[:2]
+    alone = generate(model, prompts, max_tokens=80, tp=2)
+    speculative = generate(model, prompts, max_tokens=80, tp=2, drafts=1)
+    assert_same_tokens(speculative, alone)
+    assert speculative.drafted >= 78
+    assert speculative.accepted * 78 >= speculative.drafted * 60
+
+
+def test_a_wrong_tp_reaches_the_user(sliced: dict[int, Path]) -> None:
+    with pytest.raises(EngineFailed, match="cut for 2 ranks, the engine runs 1"):
+        generate(sliced[2], PROMPTS[:1])
