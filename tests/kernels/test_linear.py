@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -79,6 +80,15 @@ def test_threads_do_not_show(isa: int) -> None:
     expected = run(x, WEIGHTS, isa)
     for threads in (2, 3, 7):
         assert_bitwise_equal(run(x, WEIGHTS, isa, threads), expected, f"{threads} threads")
+
+
+def test_callers_on_several_threads(isa: int) -> None:
+    """The interpreter's lock is released during a call, and all share one pool."""
+    x = random_rows(17, 256)
+    expected = run(x, WEIGHTS, isa)
+    with ThreadPoolExecutor(4) as callers:
+        for y in callers.map(lambda threads: run(x, WEIGHTS, isa, threads), [1, 2, 3, 2] * 5):
+            assert_bitwise_equal(y, expected)
 
 
 @pytest.mark.parametrize("power", [-40, 30])

@@ -7,7 +7,9 @@
 // but not of dwords, which the gather hides.
 //
 // Floor, per weight: K/8 bytes of trellis; 2-4 instructions for the window, 1 (two
-// micro-operations) multiplication, 10 for the value: about 17 / L.
+// micro-operations) multiplication, 10 for the value: about 17 / L, of which 8 / L (shifts and
+// multiplication) share one port with AVX-512. Measured on a Xeon with AMX at K = 3, one row, one
+// core: 3.8e9 weights a second with L = 16, 2.8e9 with L = 8, 1.2e9 with SSE2 and L = 4.
 #pragma once
 
 #include "lanes.h"
