@@ -70,7 +70,9 @@ def test_changed_header_is_another_entry(tiny: Path) -> None:
     assert answer(build()) == 4
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "no digest", "empty folder"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "flip", "no digest", "garbage digest", "empty folder"]
+)
 def test_damaged_entry_is_a_miss(tiny: Path, damage: str) -> None:
     path = build()
     data = path.read_bytes()
@@ -80,6 +82,8 @@ def test_damaged_entry_is_a_miss(tiny: Path, damage: str) -> None:
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     elif damage == "no digest":
         (path.parent / cpu.DIGEST).unlink()
+    elif damage == "garbage digest":
+        (path.parent / cpu.DIGEST).write_bytes(b"\xff\xfe" * 32)
     else:
         for file in path.parent.iterdir():
             file.unlink()

@@ -117,7 +117,7 @@ def _cache_key(compiler: str) -> str:
 def _is_whole(folder: Path) -> bool:
     try:
         data = (folder / LIBRARY).read_bytes()
-        return (folder / DIGEST).read_text() == hashlib.sha256(data).hexdigest()
+        return (folder / DIGEST).read_bytes() == hashlib.sha256(data).hexdigest().encode()
     except OSError:
         return False
 
