@@ -1,0 +1,61 @@
+"""`quantize` and `eval` from the command line: one real run, and a refusal in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from exl3kit.cli.app import app
+from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
+
+SPEC = TinyGlm4Moe(
+    hidden_size=128,
+    intermediate_size=128,
+    moe_intermediate_size=128,
+    num_experts=2,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("source"), SPEC)
+
+
+def test_quantize_then_verify_then_eval(runner: CliRunner, source: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("Call me Ishmael. Some years ago, never mind how long precisely. " * 20)
+    arguments = ["--bits", "4", "--tp", "1", "--calibration", str(text), "--cols", "64"]
+    result = runner.invoke(app, ["quantize", str(source), str(out), *arguments])
+    assert result.exit_code == 0, result.stderr
+    assert "gate_proj" in result.stdout and "mean proxy error" in result.stdout
+    assert runner.invoke(app, ["verify", str(out)]).exit_code == 0
+
+    reached = {}
+    for folder in (source, out):
+        asked = ["eval", str(folder), "--text", str(text), "--window", "64", "--json"]
+        reached[folder] = json.loads(runner.invoke(app, asked).stdout)["perplexity"]
+    assert reached[out] == pytest.approx(reached[source], rel=0.05)
+    assert reached[out] != reached[source]
+
+
+def test_refusal_is_one_line_and_exit_code_2(
+    runner: CliRunner, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = runner.invoke(app, ["quantize", str(source), str(out), "--bits", "3", "--tp", "2"])
+    assert result.exit_code == 2
+    assert "tp values that work: 1" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not out.exists()
+
+
+def test_eval_names_the_text_it_cannot_read(runner: CliRunner, source: Path) -> None:
+    result = runner.invoke(app, ["eval", str(source), "--text", "absent.txt"])
+    assert result.exit_code == 2
+    assert "absent.txt: cannot be read" in result.stderr
