@@ -18,13 +18,17 @@ class ShardKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A linear layer y = x W (+ bias): its module name, sizes, and how it is cut."""
+    """A linear layer y = x W (+ bias): its module name, sizes, and how it is cut.
+
+    An optional one may be left out of a checkpoint.
+    """
 
     name: str
     in_features: int
     out_features: int
     shard: ShardKind
     has_bias: bool = False
+    is_optional: bool = False
 
     @property
     def weight_shape(self) -> tuple[int, int]:
