@@ -43,7 +43,7 @@ def moe_arguments(tokens: int = 3, dtype: torch.dtype = torch.float32) -> dict[s
 
 
 def test_opcheck() -> None:
-    """Schema, fake against real, no aliasing, and tracing with dynamic shapes; any dtype would do."""
+    """Schema, fake against real, no aliasing, tracing with dynamic shapes; any dtype would do."""
     linear = linear_arguments(5, torch.bfloat16)
     linear["bias"] = random_rows(1, 384)[0]
     torch.library.opcheck(torch.ops.exl3.linear.default, tuple(linear.values()))
