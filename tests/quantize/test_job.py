@@ -173,9 +173,15 @@ def test_starved_experts_are_quantised_counted_and_logged(
     assert all(r.coverage == "layer" and r.proxy_error < 0.08 for r in starved)
 
 
-def test_trellis_mtp_extends_moe_layers(source: Path, tmp_path: Path) -> None:
+def test_trellis_mtp_and_a_dead_layer_need_no_hessian(source: Path, tmp_path: Path) -> None:
+    def kill_inputs(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors["model.layers.1.post_attention_layernorm.weight"].zero_()
+
+    src = edit_source(source, tmp_path / "src", kill_inputs)
     options = replace(OPTIONS, mtp="trellis", shim="modelopt")
-    quantize_checkpoint(source, tmp_path / "out", options)
+    report = quantize_checkpoint(src, tmp_path / "out", options)
+    assert report.calibration["experts_by_hessian"]["none"] == 8
+    assert all(0.05 < result.proxy_error < 0.08 for result in report.slices)
     checkpoint = open_checkpoint(tmp_path / "out")
     assert checkpoint.config["hybrid_tr3_tail"]["moe_layers"] == [1, 2]
     assert checkpoint.has("model.layers.2.mlp.experts.3.down_proj.rank1.trellis")
