@@ -27,6 +27,7 @@ from exl3kit.quantize.scale import best_scale, sample_tiles
 from exl3kit.quantize.stats import TensorStats, proxy_error
 
 SIGMA_REG = 0.025  # damping of the Hessian, of its mean diagonal
+_HALF_MIN_NORMAL = 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -215,21 +216,21 @@ def _assemble(
 
 
 def _to_half(suh: torch.Tensor, svh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp16 vectors of the same product, moving a power of two between them if suh needs it.
+    """fp16 vectors of the same product, sharing a power of two between them if suh needs it.
 
-    suh carries the size of the weights: weights below 6e-5 make it subnormal in fp16, above 8e4 it
-    overflows. svh is near 1 and has the room. FormatError where even both together have not.
+    suh carries the size of the weights: below 6e-5 it would be subnormal in fp16, above 8e4
+    infinite, where svh is near 1. FormatError where both together have not the range.
     """
-    largest = float(suh.abs().max())
-    if largest > 0 and not 2.0**-10 <= largest <= 2.0**14:
-        _, exponent = torch.frexp(suh.abs().max())
-        shift = 2.0 ** int(exponent)
+    _, exponent = torch.frexp(suh.abs().max())
+    if not -10 <= int(exponent) <= 14:
+        shift = 2.0 ** (int(exponent) // 2)
         suh, svh = suh / shift, svh * shift
     halves = suh.half(), svh.half()
     for name, exact, half in (("suh", suh, halves[0]), ("svh", svh, halves[1])):
-        if not bool(torch.isfinite(half).all()) or (bool(exact.any()) and not bool(half.any())):
+        largest = float(exact.abs().max())
+        if not bool(torch.isfinite(half).all()) or 0 < largest < _HALF_MIN_NORMAL:
             raise FormatError(
-                f"{name}: expected values that fp16 holds, "
-                f"got up to {exact.abs().max().item():.3g}; rescale the weight"
+                f"{name}: expected a largest magnitude that fp16 holds, got {largest:.3g}; "
+                "rescale the weight"
             )
     return halves
