@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from exl3kit import log
 from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
 from exl3kit.format.spec import Codebook
-from exl3kit.integrations.vllm import compat
+from exl3kit.integrations.vllm import compat, register
 from exl3kit.integrations.vllm.config import Exl3Config
 from exl3kit.integrations.vllm.facts import CheckpointFacts, checkpoint_folder, read_facts
 from exl3kit.integrations.vllm.linear import Exl3LinearMethod
@@ -131,6 +132,17 @@ def test_linears_by_their_tensors(facts: CheckpointFacts) -> None:
     del linears[f"{attention}.k_proj"]
     with pytest.raises(CheckpointError, match=r"all must be EXL3 or none.*k_proj"):
         config.get_quant_method(layer, f"{attention}.qkv_proj")
+
+
+def test_vllm_itself_chooses_exl3_behind_the_shim(copy: Path) -> None:
+    """The whole of vLLM's own resolution, up to the finished engine config."""
+    register()
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": SHIM}))
+    arguments = EngineArgs(model=str(copy), enforce_eager=True, max_model_len=512)
+    quant_config = arguments.create_engine_config().quant_config
+    assert isinstance(quant_config, Exl3Config)
+    assert set(quant_config.hydrated("model").experts) == {1, 2}
 
 
 @pytest.fixture
