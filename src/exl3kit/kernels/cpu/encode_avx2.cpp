@@ -1,4 +1,5 @@
-// Trellis search with 8 fp32 lanes that hold fp16 values; see encode_core.h for why the result is the same.
+// Trellis search with 8 fp32 lanes that hold fp16 values; see encode_core.h for why the result is
+// the same.
 #include <immintrin.h>
 
 #include "encode_core.h"
@@ -42,12 +43,13 @@ struct Avx2Lanes {
     // Midpoints of two fp16 values, and subnormal results, which have other midpoints.
     static uint32_t doubtful(vec v) {
         const __m256i tail = _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x1FFF));
-        const __m256 midpoint = _mm256_castsi256_ps(_mm256_cmpeq_epi32(tail, _mm256_set1_epi32(0x1000)));
+        const __m256 midpoint =
+            _mm256_castsi256_ps(_mm256_cmpeq_epi32(tail, _mm256_set1_epi32(0x1000)));
         const __m256 subnormal = _mm256_cmp_ps(v, _mm256_set1_ps(0x1p-14f), _CMP_LT_OQ);
         return uint32_t(_mm256_movemask_ps(_mm256_or_ps(midpoint, subnormal)));
     }
     static float lane(vec v, int i) { return v[i]; }
-    static float round_one(float f) { return _cvtsh_ss(_cvtss_sh(f, 0)); }
+    static float round_one(float f) { return _cvtsh_ss(_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT)); }
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Trellis search with 16 fp32 lanes that hold fp16 values; see encode_core.h for why the result is the same.
+// Trellis search with 16 fp32 lanes that hold fp16 values; see encode_core.h for why the result is
+// the same.
 #include <immintrin.h>
 
 #include "encode_core.h"
@@ -44,6 +45,7 @@ struct Avx512Lanes {
         // Round to odd: `down`, with the last bit set where the sum is inexact. down | (up & 1)
         return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(down, up, _mm512_set1_epi32(1), 0xF8));
     }
+    static float round_one(float f) { return _cvtsh_ss(_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT)); }
     static vec min(vec a, vec b) { return _mm512_min_ps(a, b); }
     static vec round(vec v) {
         return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

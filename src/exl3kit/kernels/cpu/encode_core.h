@@ -1,23 +1,29 @@
-// Trellis search over one 16 x 16 tile: the tail-biting, two-pass Viterbi of the EXL3 encoder, shared by
-// every instruction set. A tier (encode_<isa>.cpp) supplies a vector type V and this header the algorithm.
+// Trellis search over one 16 x 16 tile: the tail-biting, two-pass Viterbi of the EXL3 encoder,
+// shared by every instruction set. A tier (encode_<isa>.cpp) supplies a vector type V and this
+// header the algorithm.
 //
-// State s at position t has 16 bits: h (top D(t+1) bits) : m : n (low D(t) bits). Its predecessor node is
-// h:m = s >> D(t), its successor node m:n. For one vector of consecutive successor nodes the states of each h
-// are consecutive too, so values are read as one stream (table order [vector][h][lane]) and the predecessor
-// costs of a vector are `lanes >> D` neighbours, each repeated 2^D times ("spread").
+// State s at position t has 16 bits: h (top D(t+1) bits) : m : n (low D(t) bits). Its predecessor
+// node is h:m = s >> D(t), its successor node m:n. For one vector of consecutive successor nodes
+// the states of each h are consecutive too, so values are read as one stream (table order
+// [vector][h][lane]) and the predecessor costs of a vector are `lanes >> D` neighbours, each
+// repeated 2^D times ("spread").
 //
 // Arithmetic is fp16 with one rounding a step: d = RN(value - x), cost = RN(d * d + cost[pred]).
-// d * d is exact in fp32 (11 x 11 bits). Tiers in fp32 keep the unrounded sum, take the minimum, and round the
-// winner once: rounding is monotone, so that is the minimum of the rounded costs. Rounding fp32 -> fp16 after
-// rounding to fp32 differs from one rounding only where the fp32 sum is a midpoint of two fp16 values; those
-// lanes (about 1 in 8192) are recomputed exactly, so all tiers return the same states.
+// d * d is exact in fp32 (11 x 11 bits). Tiers in fp32 keep the unrounded sum, take the minimum,
+// and round the winner once: rounding is monotone, so that is the minimum of the rounded costs.
+// Rounding fp32 -> fp16 after rounding to fp32 differs from one rounding only where the fp32 sum is
+// inexact and a midpoint of two fp16 values: AVX-512 avoids that by rounding to odd, the others
+// recompute lanes on a midpoint exactly ("settle"). All tiers return the same states.
 //
-// No back-pointers are kept. Cost rows are, every `keep_every` steps, and the trace recomputes the few
-// candidates it meets: 2^(D * keep_every) <= 64 evaluations a group. At K = 3 that is 2 MB a tile (fits L2)
-// where 16-bit back-pointers would be 4 MB, and the inner loop is spread, subtract, fma, min and nothing else.
+// No back-pointers are kept. Cost rows are, every `keep_every` steps, and the trace recomputes the
+// few candidates it meets: 2^(D * keep_every) <= 64 a group up to K = 3.5. At K = 3 that is 2 MB a
+// tile in fp16, where 8-bit back-pointers would be 2 MB too, but the inner loop is then spread,
+// subtract, fma, min and nothing else: choosing an index would add a compare and a blend to those
+// four.
 //
-// Floor: 2 passes * 256 positions * 65,536 states = 33.6 M evaluations a tile at any rate; with 32 fp16 lanes
-// 1.05 M vectors of 4 instructions on two 512-bit ports = 2.1 M cycles a tile.
+// Floor: 2 passes * 256 positions * 65,536 states = 33.6 M evaluations a tile at any rate. With 32
+// fp16 lanes that is 1.05 M vectors of 4 instructions on two 512-bit ports, 2.1 M cycles or 0.78 ms
+// of one core at 2.7 GHz; benchmarks/results/encode.md has what is reached.
 #pragma once
 
 #include <cstring>
@@ -41,7 +47,19 @@ inline uint32_t end_node_rank(uint32_t node) {
     return reverse5(node >> 5 & 31) << 10 | reverse5(node & 31) << 5 | node >> 10;
 }
 
-// Fresh bits of a position: K for whole rates, floor(K) at even and ceil(K) at odd positions otherwise.
+// RN16(d * d + c) with a single rounding: round to odd in fp32 first (the double sum is exact
+// wherever its low bits can decide), which makes the second rounding harmless.
+template <class V>
+float exact_cost(float d, float c) {
+    const float sum = d * d + c;
+    const double exact = double(d) * double(d) + double(c);
+    if (double(sum) == exact) return V::round_one(sum);
+    const uint32_t toward_zero = bits_of_float(sum) - (double(sum) > exact ? 1 : 0);
+    return V::round_one(float_of_bits(toward_zero | 1));
+}
+
+// Fresh bits of a position: K for whole rates, floor(K) at even and ceil(K) at odd positions
+// otherwise.
 struct Rate {
     int half_units;  // 2 K
 
@@ -65,11 +83,12 @@ struct Pass {
 
     const EncodeCodes& codes;
     const Rate rate;
-    elem* memory;        // rows of all tiles
-    const float* x;      // [tile][position], fp16 values
-    int start;           // first position
-    int keep_from;       // first step whose cost row the trace will need
+    elem* memory;    // rows of all tiles
+    const float* x;  // [tile][position], fp16 values
+    int start;       // first position
+    int keep_from;   // first step whose cost row the trace will need
 
+    // One vector of padding keeps equal indices of different rows off the same cache sets.
     static size_t row_elems(Rate rate) { return (size_t(1) << rate.max_node_bits()) + V::kLanes; }
     static int rows_per_tile(Rate rate) { return kPositions / rate.keep_every() + 3; }
 
@@ -83,20 +102,23 @@ struct Pass {
         return memory + (size_t(tile) * rows_per_tile(rate) + index) * row_elems(rate);
     }
 
-    // The cheapest state that leads into `node`, given the cost of each node before it. Lowest state on ties.
+    // The cheapest state that leads into `node`, given the cost of each node before it. Lowest
+    // state on ties.
     template <class CostOf>
     Choice cheapest(int tile, int position, uint32_t node, CostOf cost_of) const {
         const int fresh = rate.fresh(position), node_bits = 16 - rate.fresh(position + 1);
         const float target = x[tile * kPositions + position];
         Choice best{INFINITY, node};
         for (uint32_t state = node; state < uint32_t(kStates); state += 1u << node_bits) {
-            const float cost = exact_cost(round_half(codes.plain[state] - target), cost_of(state >> fresh));
+            const float d = V::round_one(codes.plain[state] - target);
+            const float cost = exact_cost<V>(d, cost_of(state >> fresh));
             if (cost < best.cost) best = {cost, state};
         }
         return best;
     }
 
-    // Cheapest state of step - 1 that leads into `node`, through rows that were not kept if need be.
+    // Cheapest state of step - 1 that leads into `node`, through rows that were not kept if need
+    // be.
     Choice survivor(int tile, int step, uint32_t node) const {
         return cheapest(tile, (start + step - 1) & (kPositions - 1), node, [&](uint32_t before) {
             return kept(step - 1) ? V::to_float(row(tile, step - 1)[before])
@@ -104,16 +126,26 @@ struct Pass {
         });
     }
 
-    // The rounded cost of a node whose unrounded minimum is `least`: only states that reach it can win.
+    // The rounded cost of a node whose unrounded minimum is `least`: only states that reach it can
+    // win.
     float settle(int tile, int position, uint32_t node, const elem* before, float least) const {
         const int fresh = rate.fresh(position), node_bits = 16 - rate.fresh(position + 1);
         const float target = x[tile * kPositions + position];
         float best = INFINITY;
         for (uint32_t state = node; state < uint32_t(kStates); state += 1u << node_bits) {
-            const float d = V::round_one(codes.plain[state] - target), c = V::to_float(before[state >> fresh]);
-            if (d * d + c == least) best = std::fmin(best, exact_cost(d, c));
+            const float d = V::round_one(codes.plain[state] - target),
+                        c = V::to_float(before[state >> fresh]);
+            if (d * d + c == least) best = std::fmin(best, exact_cost<V>(d, c));
         }
         return best;
+    }
+
+    void settle_lanes(int tile, int position, uint32_t node, vec least, const elem* before,
+                      elem* after) const {
+        for (uint32_t lanes = V::doubtful(least); lanes != 0; lanes &= lanes - 1) {
+            const int lane = __builtin_ctz(lanes);
+            after[node + lane] = settle(tile, position, node + lane, before, V::lane(least, lane));
+        }
     }
 
     template <int D, int Dnext>
@@ -135,17 +167,16 @@ struct Pass {
                 const vec value = V::load(values);
                 const uint32_t pred = (h << kNodeBits | node) >> D;
                 for (int i = 0; i < T; ++i) {
-                    const vec cost = V::cost(value, target[i], V::template spread<D>(before[i] + pred));
+                    const vec cost =
+                        V::cost(value, target[i], V::template spread<D>(before[i] + pred));
                     best[i][h & 1] = h < 2 ? cost : V::min(best[i][h & 1], cost);
                 }
             }
             for (int i = 0; i < T; ++i) {
                 const vec least = V::min(best[i][0], best[i][1]);
                 V::store(after[i] + node, V::round(least));
-                if constexpr (V::kDoubts) for (uint32_t lanes = V::doubtful(least); lanes != 0; lanes &= lanes - 1) {
-                    const int lane = __builtin_ctz(lanes);
-                    after[i][node + lane] = settle(i, position, node + lane, before[i], V::lane(least, lane));
-                }
+                if constexpr (V::kDoubts)
+                    settle_lanes(i, position, node, least, before[i], after[i]);
             }
         }
     }
@@ -178,16 +209,19 @@ struct Pass {
     }
 
     void enter_free() const {
-        for (int i = 0; i < V::kTiles; ++i) std::memset(row(i, 0), 0, row_elems(rate) * sizeof(elem));
+        for (int i = 0; i < V::kTiles; ++i)
+            std::memset(row(i, 0), 0, row_elems(rate) * sizeof(elem));
     }
 
     void enter_at(int tile, uint32_t node) const {
         elem* entry = row(tile, 0);
-        for (size_t other = 0; other < row_elems(rate); ++other) entry[other] = V::from_float(INFINITY);
+        for (size_t other = 0; other < row_elems(rate); ++other)
+            entry[other] = V::from_float(INFINITY);
         entry[node] = V::from_float(0.0f);
     }
 
-    // Follows the survivors from `node` after the last step back to the node that enters step `keep_from`.
+    // Follows the survivors from `node` after the last step back to the node that enters step
+    // `keep_from`.
     uint32_t trace(int tile, uint32_t node, int32_t* states) const {
         for (int step = kPositions; step > keep_from; --step) {
             const int position = (start + step - 1) & (kPositions - 1);
@@ -203,13 +237,15 @@ struct Pass {
         uint32_t best = 0;
         for (uint32_t node = 1; node < 1u << (16 - rate.fresh(start)); ++node) {
             const float cost = V::to_float(last[node]), least = V::to_float(last[best]);
-            if (cost < least || (cost == least && end_node_rank(node) < end_node_rank(best))) best = node;
+            if (cost < least || (cost == least && end_node_rank(node) < end_node_rank(best)))
+                best = node;
         }
         return best;
     }
 };
 
-// Makes the ring chain from its fresh bits alone. It already does unless every path overflowed fp16.
+// Makes the ring chain from its fresh bits alone. It already does unless every path overflowed
+// fp16.
 inline void close_ring(Rate rate, int32_t* states) {
     uint32_t state = uint32_t(states[kPositions - 1]);
     for (int t = 0; t < kPositions; ++t) {
@@ -220,7 +256,8 @@ inline void close_ring(Rate rate, int32_t* states) {
 }
 
 template <class V>
-void encode_group(const EncodeCodes& codes, void* scratch, const float* const* tiles, int32_t* const* states) {
+void encode_group(const EncodeCodes& codes, void* scratch, const float* const* tiles,
+                  int32_t* const* states) {
     using elem = typename V::elem;
     const Rate rate{codes.half_units};
     auto* memory = static_cast<elem*>(scratch);
@@ -248,7 +285,8 @@ void order_values(int half_units, int parity, const float* plain, void* table) {
     const int heads = 1 << Rate{half_units}.fresh(parity + 1), nodes = kStates / heads;
     for (int node = 0; node < nodes; node += V::kLanes) {
         for (int h = 0; h < heads; ++h) {
-            for (int lane = 0; lane < V::kLanes; ++lane) *out++ = V::from_float(plain[h * nodes + node + lane]);
+            for (int lane = 0; lane < V::kLanes; ++lane)
+                *out++ = V::from_float(plain[h * nodes + node + lane]);
         }
     }
 }
@@ -256,12 +294,14 @@ void order_values(int half_units, int parity, const float* plain, void* table) {
 template <class V>
 size_t scratch_bytes(int half_units) {
     const Rate rate{half_units};
-    return V::kTiles * Pass<V>::rows_per_tile(rate) * Pass<V>::row_elems(rate) * sizeof(typename V::elem);
+    return V::kTiles * Pass<V>::rows_per_tile(rate) * Pass<V>::row_elems(rate) *
+           sizeof(typename V::elem);
 }
 
 template <class V>
 constexpr EncodeTier make_tier() {
-    return {V::kTiles, kStates * sizeof(typename V::elem), scratch_bytes<V>, order_values<V>, encode_group<V>};
+    return {V::kTiles, kStates * sizeof(typename V::elem), scratch_bytes<V>, order_values<V>,
+            encode_group<V>};
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// Scalar fp16 arithmetic on floats, exact on any machine. Internal linkage throughout: these functions are
-// compiled with several instruction sets, and the linker must never merge two of them.
+// Scalar fp16 arithmetic on floats, exact on any machine. Internal linkage throughout: these
+// functions are compiled with several instruction sets, and the linker must never merge two of
+// them.
 #pragma once
 
 #include <cmath>
@@ -43,16 +44,6 @@ namespace {
     if (std::fabs(r) < 0x1p-14f) return uint16_t(sign | uint32_t(std::fabs(r) * 0x1p24f));
     if (std::isinf(r)) return uint16_t(sign | 0x7C00);
     return uint16_t(sign | ((u & 0x7FFFFFFF) - 0x38000000) >> 13);
-}
-
-// RN16(d * d + c) with a single rounding: round to odd in fp32 first (the double sum is exact wherever its low
-// bits can decide), which makes the second rounding harmless.
-[[maybe_unused]] inline float exact_cost(float d, float c) {
-    const float sum = d * d + c;
-    const double exact = double(d) * double(d) + double(c);
-    if (double(sum) == exact) return round_half(sum);
-    const uint32_t toward_zero = bits_of_float(sum) - (double(sum) > exact ? 1 : 0);
-    return round_half(float_of_bits(toward_zero | 1));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Trellis search for any machine: four fp32 lanes in the compiler's vector extension, integer rounding to fp16.
+// Trellis search for any machine: four fp32 lanes in the compiler's vector extension, integer
+// rounding to fp16.
 #include "encode_core.h"
 
 namespace exl3 {
@@ -26,8 +27,9 @@ struct PortableLanes {
         return vec{p[0], p[1 >> D], p[2 >> D], p[3 >> D]};
     }
 
-    // d needs no care for subnormals: it is a multiple of 2^-24, so below 2^-14 it is exact in fp16 and in the
-    // rounding of normal values alike. Nor can it overflow: |value| < 4, |target| <= 65504.
+    // d needs no care for subnormals: it is a multiple of 2^-24, so below 2^-14 it is exact in fp16
+    // and in the rounding of normal values alike. Nor can it overflow: |value| < 4, |target| <=
+    // 65504.
     static vec cost(vec value, vec target, vec before) {
         const vec d = round_normal(value - target);
         return d * d + before;
@@ -40,12 +42,13 @@ struct PortableLanes {
     // Midpoints of two fp16 values, and subnormal results, which have other midpoints.
     static uint32_t doubtful(vec v) {
         const Ints doubt = (((Ints)v & 0x1FFF) == 0x1000) | (v < 0x1p-14f);
-        return uint32_t(doubt[0] & 1) | uint32_t(doubt[1] & 2) | uint32_t(doubt[2] & 4) | uint32_t(doubt[3] & 8);
+        return uint32_t(doubt[0] & 1) | uint32_t(doubt[1] & 2) | uint32_t(doubt[2] & 4) |
+               uint32_t(doubt[3] & 8);
     }
     static float lane(vec v, int i) { return v[i]; }
     static float round_one(float f) { return round_half(f); }
 
-   private:
+  private:
     static vec select(Ints condition, vec yes, vec no) {
         return (vec)((condition & (Ints)yes) | (~condition & (Ints)no));
     }
