@@ -45,3 +45,13 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 "to another disk"
             ) from err
         raise CheckpointError(f"{folder}: cannot write: {err.strerror or err}") from err
+
+
+def check_free_space(out: Path, needed: int) -> None:
+    """CheckpointError unless the disk of the folder `out`, which may be new, has `needed` bytes."""
+    folder = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{out}: the output needs about {needed} bytes of disk, {free} are free"
+        )

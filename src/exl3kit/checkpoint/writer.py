@@ -1,11 +1,13 @@
-"""A checkpoint written tensor by tensor, so that a killed run never looks like a complete one.
+"""A checkpoint written shard by shard, so that a killed run never looks like a complete one.
 
-Tensors go straight to a spool file; a full shard gets its header, is synced and renamed to
-`shard-0000i.part`. Only `finish` gives the shards their final names, then writes the index, the
-checksums and, last of all, config.json: without config.json neither vLLM, transformers nor
-exllamav3 takes a folder for a model. Memory stays at one tensor; the price is that every byte is
-written twice, and one more shard of disk. `.exl3kit-unfinished` marks a folder whose run did not
-end and lists its side files: the next run removes those and its shards, and starts clean.
+Shards are `shard-0000i.part` until `finish` gives them their final names, then writes the index,
+the checksums and, last of all, config.json: without config.json neither vLLM, transformers nor
+exllamav3 takes a folder for a model. `.exl3kit-unfinished` marks a folder whose run did not end and
+lists its side files: the next run removes those and its shards, and starts clean.
+
+`add` takes tensors as they are made. They go to a spool file, which becomes a shard when it is
+full: memory stays at one tensor, at the price of writing every byte twice and of one more shard of
+disk. `copy` takes tensors made of stored bytes and streams them, each byte written once.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +25,18 @@ from typing import Any, BinaryIO
 import torch
 
 from exl3kit.checkpoint.atomic import disk_errors, sync_folder, write_file
-from exl3kit.checkpoint.header import DTYPE_NAMES
 from exl3kit.checkpoint.index import INDEX_NAME
 from exl3kit.checkpoint.jsonfile import is_bare_name
+from exl3kit.checkpoint.pieces import PlannedTensor
+from exl3kit.checkpoint.shard import (
+    AnyEntry,
+    Entry,
+    check_entry,
+    header_bytes,
+    in_file_order,
+    part_name,
+)
+from exl3kit.checkpoint.stream import Progress, ShardStream
 from exl3kit.errors import CheckpointError
 
 DEFAULT_SHARD_BYTES = 4 * 2**30
@@ -49,13 +60,9 @@ SIDE_PATTERNS = (
 )
 
 
-@dataclass(frozen=True)
-class _Spooled:
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+@dataclass(frozen=True, slots=True)
+class _Spooled(Entry):
     offset: int
-    nbytes: int
 
 
 class CheckpointWriter:
@@ -72,7 +79,8 @@ class CheckpointWriter:
         self.path = Path(path)
         self._shard_bytes = shard_bytes
         self._names: set[str] = set()
-        self._shards: list[list[_Spooled]] = []
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
         self._pending: list[_Spooled] = []
         self._pending_bytes = 0
         self._digests: dict[str, str] = {}
@@ -88,12 +96,7 @@ class CheckpointWriter:
         what was written.
         """
         self._check_open()
-        if name in self._names or name == "__metadata__":
-            raise CheckpointError(f"tensor {name!r}: expected a new name, it was already added")
-        if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                f"tensor {name!r}: dtype {tensor.dtype} cannot be stored in safetensors"
-            )
+        self._claim_name(name, tensor.dtype)
         nbytes = tensor.numel() * tensor.element_size()
         try:
             if self._pending and self._pending_bytes + nbytes > self._shard_bytes:
@@ -103,10 +106,29 @@ class CheckpointWriter:
         except BaseException:
             self.abort()
             raise
-        entry = _Spooled(name, tensor.dtype, tuple(tensor.shape), self._pending_bytes, nbytes)
+        entry = _Spooled(name, tensor.dtype, tuple(tensor.shape), self._pending_bytes)
         self._pending.append(entry)
         self._pending_bytes += nbytes
-        self._names.add(name)
+
+    def copy(self, tensors: Iterable[PlannedTensor], progress: Progress | None = None) -> None:
+        """Write tensors made of stored bytes, in new shards; `progress` is told of bytes written.
+
+        CheckpointError for a name given twice, a source that cannot be read, or a full disk; what
+        was written is then removed.
+        """
+        self._check_open()
+        try:
+            self._close_shard()
+            with disk_errors(self.path), ShardStream(progress) as stream:
+                for shard in _shards(tensors, self._shard_bytes):
+                    for entry in shard:
+                        self._claim_name(entry.name, entry.dtype)
+                    stream.write(self.path / part_name(len(self._shards) + 1), shard)
+                    self._count_shard(shard)
+                self._digests |= stream.finish()
+        except BaseException:
+            self.abort()
+            raise
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file beside the weights, e.g. the bitrate map a config refers to."""
@@ -115,13 +137,17 @@ class CheckpointWriter:
             raise CheckpointError(f"{name!r}: expected a bare file name")
         self._write_digested(name, (json.dumps(value, indent=2) + "\n").encode())
 
+    def copy_file(self, file: Path) -> None:
+        """Copy a small file beside the weights, with its bytes and its name."""
+        self._check_open()
+        self._write_digested(file.name, file.read_bytes())
+
     def copy_side_files(self, source: Path) -> list[str]:
         """Copy tokenizer, chat template, generation config and licences; returns their names."""
-        self._check_open()
         found = {file.name for pattern in SIDE_PATTERNS for file in Path(source).glob(pattern)}
         names = sorted(name for name in found if (Path(source) / name).is_file())
         for name in names:
-            self._write_digested(name, (Path(source) / name).read_bytes())
+            self.copy_file(Path(source) / name)
         return names
 
     def finish(self, config: dict[str, Any]) -> Path:
@@ -134,8 +160,8 @@ class CheckpointWriter:
             self._drop_spool()
             with disk_errors(self.path):
                 weight_map = self._rename_shards()
-                total = sum(entry.nbytes for shard in self._shards for entry in shard)
-                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                metadata = {"total_size": self._total_bytes}
+                index = {"metadata": metadata, "weight_map": weight_map}
                 self._write_digested(INDEX_NAME, _json_bytes(index))
                 config_bytes = _json_bytes(config)
                 self._digests["config.json"] = hashlib.sha256(config_bytes).hexdigest()
@@ -174,6 +200,17 @@ class CheckpointWriter:
         if not self._is_open:
             raise CheckpointError(f"{self.path}: this writer has ended; make a new one")
 
+    def _claim_name(self, name: str, dtype: torch.dtype) -> None:
+        if name in self._names:
+            raise CheckpointError(f"tensor {name!r}: expected a new name, it was already added")
+        check_entry(name, dtype)
+        self._names.add(name)
+
+    def _count_shard(self, entries: Iterable[Entry]) -> None:
+        entries = list(entries)
+        self._shards.append([entry.name for entry in entries])
+        self._total_bytes += sum(entry.nbytes for entry in entries)
+
     def _write_spool(self, tensor: torch.Tensor) -> None:
         if self._spool is None:
             self._spool = (self.path / _SPOOL_NAME).open("w+b")
@@ -188,20 +225,16 @@ class CheckpointWriter:
         (self.path / _SPOOL_NAME).unlink(missing_ok=True)
 
     def _close_shard(self) -> None:
-        """Turn the spool into `shard-0000i.part`: header, then tensors with the widest dtype first.
-
-        That order keeps every tensor aligned to its own item size, which the safetensors library's
-        torch reader needs, without the holes that it refuses.
-        """
+        """Turn the spool into a shard."""
         if not self._pending:
             return
         assert self._spool is not None
-        entries = sorted(self._pending, key=lambda entry: -entry.dtype.itemsize)
-        part = self.path / _part_name(len(self._shards) + 1)
+        entries = in_file_order(self._pending)
+        part = self.path / part_name(len(self._shards) + 1)
         digest = hashlib.sha256()
         with disk_errors(self.path):
             with part.open("wb") as file:
-                for chunk in _shard_chunks(entries, self._spool):
+                for chunk in _spool_chunks(entries, self._spool):
                     file.write(chunk)
                     digest.update(chunk)
                 file.flush()
@@ -209,17 +242,17 @@ class CheckpointWriter:
             self._spool.seek(0)
             self._spool.truncate()
         self._digests[part.name] = digest.hexdigest()
-        self._shards.append(entries)
+        self._count_shard(entries)
         self._pending, self._pending_bytes = [], 0
 
     def _rename_shards(self) -> dict[str, str]:
         weight_map: dict[str, str] = {}
         count = len(self._shards)
-        for number, entries in enumerate(self._shards, start=1):
-            name, part = f"model-{number:05d}-of-{count:05d}.safetensors", _part_name(number)
+        for number, names in enumerate(self._shards, start=1):
+            name, part = f"model-{number:05d}-of-{count:05d}.safetensors", part_name(number)
             (self.path / part).rename(self.path / name)
             self._digests[name] = self._digests.pop(part)
-            weight_map |= {entry.name: name for entry in entries}
+            weight_map |= dict.fromkeys(names, name)
         sync_folder(self.path)
         return dict(sorted(weight_map.items()))
 
@@ -231,28 +264,27 @@ class CheckpointWriter:
         self._digests[name] = hashlib.sha256(data).hexdigest()
 
 
-def _part_name(number: int) -> str:
-    return f"shard-{number:05d}.part"
-
-
 def _json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _shard_chunks(entries: list[_Spooled], spool: BinaryIO) -> Iterator[bytes]:
+def _shards(tensors: Iterable[AnyEntry], most_bytes: int) -> Iterator[list[AnyEntry]]:
+    """Consecutive tensors that fit a shard together, each group in file order."""
+    group: list[AnyEntry] = []
+    size = 0
+    for tensor in tensors:
+        if group and size + tensor.nbytes > most_bytes:
+            yield in_file_order(group)
+            group, size = [], 0
+        group.append(tensor)
+        size += tensor.nbytes
+    if group:
+        yield in_file_order(group)
+
+
+def _spool_chunks(entries: list[_Spooled], spool: BinaryIO) -> Iterator[bytes]:
     """A safetensors file with `entries` in this order, their data read from `spool`."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        header[entry.name] = {
-            "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
-        }
-        offset += entry.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    yield header_bytes(entries)
     for entry in entries:
         spool.seek(entry.offset)
         left = entry.nbytes

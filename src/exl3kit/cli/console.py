@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -28,3 +30,15 @@ def format_bytes(count: int) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+@contextmanager
+def bytes_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; call what this yields with the bytes done and the bytes in all."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as Speed
+
+    columns = "{task.description}", BarColumn(), DownloadColumn(True), Speed()
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -109,6 +109,50 @@ def make_rank_sliced(
         return writer.finish({**plain.config, **config})
 
 
+def make_ordinary(
+    source: Path,
+    out: Path,
+    bits: int | Sequence[int],
+    codebook: str = "mcg",
+    dense_bits: float | None = None,
+    encode: Encode | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Path:
+    """Write `source`, a plain checkpoint, as an ordinary EXL3 one: whole linears, no ranks.
+
+    Routed experts of all layers take `bits`, one rate or one an expert; attention, dense MLP and
+    shared experts take `dense_bits` if it is given. `encode` as in `make_rank_sliced`.
+    """
+    plain = open_checkpoint(source)
+    model = model_map(plain.config)
+    rates = (bits,) * model.num_experts if isinstance(bits, int) else tuple(bits)
+    linears: dict[LinearSpec, float] = {}
+    for layer in model.layers:
+        if layer in model.moe_layers:
+            for expert, rate in enumerate(rates):
+                linears |= dict.fromkeys(model.expert_linears(layer, expert), rate)
+        if dense_bits is not None:
+            specs = (spec for spec in model.linears(layer) if spec.shard != ShardKind.REPLICATED)
+            linears |= dict.fromkeys(specs, dense_bits)
+    replaced = {f"{spec.name}.weight" for spec in linears}
+    with CheckpointWriter(out, shard_bytes) as writer:
+        for name in plain.names():
+            if name not in replaced:
+                writer.add(name, plain.tensor(name))
+        for spec, rate in linears.items():
+            if encode is not None:
+                tensor = encode(plain.tensor(f"{spec.name}.weight").float().T, spec.name)
+            else:
+                seed = zlib.crc32(spec.name.encode())
+                sides = spec.in_features, spec.out_features
+                tensor = random_exl3(*sides, rate, codebook, seed, spec.name)
+            for field, value in tensor.tensors().items():
+                writer.add(f"{spec.name}.{field}", value)
+        writer.copy_side_files(source)
+        quantization = {"quant_method": "exl3", "version": "1.0.0", "bits": max(rates)}
+        return writer.finish({**plain.config, "quantization_config": quantization})
+
+
 def _slices(
     plain: Checkpoint, spec: LinearSpec, tp: int, bits: int, encode: Encode | None
 ) -> list[Exl3Tensor]:

@@ -1,0 +1,121 @@
+"""A tensor to be written that is made of bytes of stored tensors: a copy, a cut, or cuts joined.
+
+Seen as bytes, a tensor cut along axis a is `rows` = shape[0] * ... * shape[a - 1] rows, of which
+the cut takes the same columns of each. With one row the columns are a range of the file, and a copy
+is all of it: such bytes go from file to file in blocks, whatever the tensor's size. With more rows
+the source tensor is read whole, once for all cuts that follow one another.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.checkpoint.shard import Entry
+from exl3kit.errors import CheckpointError
+
+_MAX_OPEN = 128  # of the 1024 descriptors a process may have
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start` to `stop` of every row of a stored tensor."""
+
+    info: TensorInfo
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor(Entry):
+    """A tensor to be written: row by row, its pieces side by side."""
+
+    rows: int
+    pieces: tuple[Piece, ...]
+
+
+def copy_of(info: TensorInfo, name: str) -> PlannedTensor:
+    """The stored tensor with all its bytes, dtype and shape, under `name`."""
+    return PlannedTensor(name, info.dtype, info.shape, 1, (Piece(info, 0, info.nbytes),))
+
+
+def joined(name: str, axis: int, cuts: Sequence[tuple[TensorInfo, int, int]]) -> PlannedTensor:
+    """Elements start to stop along `axis` of each stored tensor, joined along that axis.
+
+    The tensors must have one dtype and equal shapes but for that axis.
+    """
+    first = cuts[0][0]
+    unit = math.prod(first.shape[axis + 1 :]) * first.dtype.itemsize
+    pieces = tuple(Piece(info, start * unit, stop * unit) for info, start, stop in cuts)
+    size = sum(stop - start for _, start, stop in cuts)
+    shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
+    return PlannedTensor(name, first.dtype, shape, math.prod(first.shape[:axis]), pieces)
+
+
+class PieceReader:
+    """Reads the bytes of planned tensors; keeps files open and the last tensor read whole."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._last: tuple[TensorInfo, np.ndarray] | None = None
+
+    def ranges(self, tensor: PlannedTensor) -> Iterator[tuple[TensorInfo, int, int]]:
+        """File ranges whose bytes, one after another, are `tensor`, which must have one row."""
+        for piece in tensor.pieces:
+            yield piece.info, piece.info.start + piece.start, piece.info.start + piece.stop
+
+    def rows(self, tensor: PlannedTensor) -> np.ndarray:
+        """The bytes of a tensor of more than one row: uint8 (rows, bytes of a row), own memory."""
+        out = np.empty((tensor.rows, tensor.nbytes // tensor.rows), np.uint8)
+        column = 0
+        for piece in tensor.pieces:
+            width = piece.stop - piece.start
+            source = self._whole(piece.info).reshape(tensor.rows, -1)
+            out[:, column : column + width] = source[:, piece.start : piece.stop]
+            column += width
+        return out
+
+    def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
+        """Fill `buffer` from byte `start` of the file of `info`; CheckpointError if it is short."""
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._file(info.file), [buffer[done:]], start + done)
+            except OSError as err:
+                raise CheckpointError(
+                    f"{info.file}: tensor {info.name!r}: cannot read: {err.strerror}"
+                ) from None
+            if not count:
+                raise CheckpointError(
+                    f"{info.file}: truncated: tensor {info.name!r} ends at byte {info.end}, "
+                    f"found {start + done} bytes"
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _whole(self, info: TensorInfo) -> np.ndarray:
+        if self._last is None or self._last[0] is not info:
+            data = np.empty(info.nbytes, np.uint8)
+            self.read_into(data.data, info, info.start)
+            self._last = (info, data)
+        return self._last[1]
+
+    def _file(self, path: Path) -> int:
+        if path in self._files:
+            self._files.move_to_end(path)
+        else:
+            self._files[path] = os.open(path, os.O_RDONLY)
+            if len(self._files) > _MAX_OPEN:
+                os.close(self._files.popitem(last=False)[1])
+        return self._files[path]

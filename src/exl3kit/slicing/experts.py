@@ -1,0 +1,138 @@
+"""The routed experts of a checkpoint, whole or cut: which tensor holds which channels.
+
+With I the width of an expert and tp ranks, rank r owns channels r I / tp to (r + 1) I / tp of
+gate's and up's outputs and of down's inputs. The trellis and the vector of that side are cut; the
+other vector, of the hidden size, goes whole to every rank. A whole expert is the case tp = 1,
+stored under names without a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
+from exl3kit.checkpoint.names import (
+    PROJECTIONS,
+    check_rank_sliced_marker,
+    check_rule,
+    missing_text,
+    shared_h_name,
+    slice_rules,
+)
+from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.checkpoint.widths import check_cut
+from exl3kit.errors import CheckpointError
+from exl3kit.format.spec import TILE
+
+FIELDS = ("trellis", "suh", "svh", "mcg")
+
+
+@dataclass(frozen=True)
+class CutSide:
+    """Along which axis of a projection's field channels lie, and how many an index stands for."""
+
+    axis: int
+    channels: int
+
+
+# Fields that are not named here belong to the hidden side, or are markers: whole on every rank.
+_COLUMN = {"trellis": CutSide(1, TILE), "svh": CutSide(0, 1)}
+_ROW = {"trellis": CutSide(0, TILE), "suh": CutSide(0, 1)}
+CUT_SIDES = {"gate_proj": _COLUMN, "up_proj": _COLUMN, "down_proj": _ROW}
+HIDDEN_FIELDS = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
+
+
+@dataclass(frozen=True)
+class ExpertSet:
+    """The EXL3 experts of `checkpoint` as `manifest` describes them, each `width` channels wide.
+
+    `is_whole` is set for an ordinary checkpoint: names without a rank, and a manifest with tp 1.
+    """
+
+    checkpoint: Checkpoint
+    manifest: RankSlicedManifest
+    hidden_size: int
+    width: int
+    is_whole: bool
+
+    @property
+    def slice_width(self) -> int:
+        """Channels of one rank."""
+        return self.width // self.manifest.tp
+
+    def name(self, layer: int, expert: int, proj: str, rank: int, field: str) -> str:
+        """Name of the tensor that holds a field of one rank's slice, a shared one if it is."""
+        prefix = f"{experts_prefix(layer)}{expert}.{proj}"
+        if self.is_whole:
+            return f"{prefix}.{field}"
+        ranked = f"{prefix}.rank{rank}"
+        is_shared = self.manifest.rotation_layout == SHARED_H
+        shared = shared_h_name(ranked, field) if is_shared else None
+        return shared or f"{ranked}.{field}"
+
+    def info(self, layer: int, expert: int, proj: str, rank: int, field: str) -> TensorInfo:
+        """Where that tensor lies; CheckpointError if it is missing."""
+        return self.checkpoint.info(self.name(layer, expert, proj, rank, field))
+
+    def owners(self, channels: range) -> range:
+        """The ranks that hold `channels`."""
+        return range(channels.start // self.slice_width, -(-channels.stop // self.slice_width))
+
+    def overlaps(self, channels: range) -> Iterator[tuple[int, range]]:
+        """Each rank that holds part of `channels`, and which of its own channels they are."""
+        for rank in self.owners(channels):
+            first = rank * self.slice_width
+            stop = min(channels.stop, first + self.slice_width)
+            yield rank, range(max(channels.start, first) - first, stop - first)
+
+    def layer_names(self) -> dict[int, list[str]]:
+        """The stored names below each layer's experts."""
+        prefixes = {experts_prefix(layer): layer for layer in self.manifest.moe_layers}
+        found: dict[int, list[str]] = {layer: [] for layer in self.manifest.moe_layers}
+        for name in self.checkpoint.names():
+            stem, dot, _ = name.partition(".experts.")
+            if (layer := prefixes.get(stem + dot)) is not None:
+                found[layer].append(name)
+        return found
+
+    def check(self) -> None:
+        """Names, dtypes, shapes and marker values of all experts; reads the markers.
+
+        CheckpointError or FormatError names the tensor.
+        """
+        check_cut("hidden_size", self.hidden_size, 1)
+        check_cut("moe_intermediate_size", self.width, self.manifest.tp)
+        for layer, names in self.layer_names().items():
+            expected = self._check_layer(layer)
+            if missing := expected - set(names):
+                raise CheckpointError(missing_text(f"layer {layer}", sorted(missing)))
+            if extra := sorted(set(names) - expected):
+                raise CheckpointError(
+                    f"layer {layer}: {len(extra)} tensors that no EXL3 expert has, "
+                    f"first {extra[0]!r}"
+                )
+
+    def _check_layer(self, layer: int) -> set[str]:
+        """The names the layer must have; those that are there are checked."""
+        expected: set[str] = set()
+        for expert in range(self.manifest.experts_per_layer):
+            bits = self.manifest.bits_of(layer, expert)
+            for proj in PROJECTIONS:
+                rules = slice_rules(proj, bits, self.hidden_size, self.slice_width)
+                for rank in range(self.manifest.tp):
+                    for field, rule in rules.items():
+                        name = self.name(layer, expert, proj, rank, field)
+                        if name not in expected and self.checkpoint.has(name):
+                            info = self.checkpoint.info(name)
+                            check_rule(name, info.dtype, info.shape, rule)
+                            if field == "mcg":
+                                check_rank_sliced_marker(name, self.checkpoint.tensor(name))
+                        expected.add(name)
+        return expected
+
+
+def experts_prefix(layer: int) -> str:
+    """What the names of a layer's routed experts start with."""
+    return f"model.layers.{layer}.mlp.experts."

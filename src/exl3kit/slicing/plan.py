@@ -1,0 +1,190 @@
+"""What a slice job writes: each output tensor as bytes of stored ones, decided before any is read.
+
+Every conversion is one rule. Output rank r owns a range of channels; the source ranks that hold
+them give their parts of it, joined in order: one part of one rank when a whole expert or a slice is
+cut finer, several ranks' wholes when slices are merged. The hidden-side vectors of all ranks that
+feed one output rank become one vector, so they must be the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Literal
+
+import torch
+
+from exl3kit._version import __version__
+from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.checkpoint.manifest import PER_EXPERT, SHARED_H, RankSlicedManifest
+from exl3kit.checkpoint.names import PROJECTIONS
+from exl3kit.checkpoint.open import ORDINARY, RANK_SLICED, Checkpoint
+from exl3kit.checkpoint.pieces import PlannedTensor, copy_of, joined
+from exl3kit.checkpoint.widths import check_cut
+from exl3kit.errors import SliceError
+from exl3kit.models.base import ModelMap
+from exl3kit.models.registry import model_map
+from exl3kit.slicing.axes import rank_range
+from exl3kit.slicing.experts import CUT_SIDES, FIELDS, HIDDEN_FIELDS, ExpertSet
+from exl3kit.slicing.whole import whole_manifest
+
+LAYOUTS = {"per_expert": PER_EXPERT, "shared_h": SHARED_H}
+
+
+@dataclass(frozen=True)
+class SliceOptions:
+    """Ranks to cut for; the layout of the hidden-side vectors, None for the source's own.
+
+    `shim` writes quant_method `modelopt`, for tools that do not know EXL3.
+    """
+
+    tp: int
+    layout: Literal["per_expert", "shared_h"] | None = None
+    shim: Literal["modelopt"] | None = None
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """A job that passed `plan_slice`: the source's experts, and the same experts as written."""
+
+    options: SliceOptions
+    source: ExpertSet
+    target: ExpertSet
+
+    @property
+    def manifest(self) -> RankSlicedManifest:
+        """The output's `hybrid_tr3_tail`."""
+        return self.target.manifest
+
+    @cached_property
+    def copied(self) -> list[TensorInfo]:
+        """Everything but the cut experts, in the order of the source's files."""
+        checkpoint = self.source.checkpoint
+        cut = {name for names in self.source.layer_names().values() for name in names}
+        infos = [checkpoint.info(name) for name in checkpoint.names() if name not in cut]
+        return sorted(infos, key=lambda info: (info.file, info.start))
+
+    def tensors(self) -> Iterator[PlannedTensor]:
+        """Every tensor of the output: the copied ones, then the experts layer by layer."""
+        yield from (copy_of(info, info.name) for info in self.copied)
+        for layer in self.manifest.moe_layers:
+            written: set[str] = set()
+            for expert in range(self.manifest.experts_per_layer):
+                for proj in PROJECTIONS:
+                    for rank in range(self.manifest.tp):
+                        for field in FIELDS:
+                            name = self.target.name(layer, expert, proj, rank, field)
+                            if name not in written:
+                                written.add(name)
+                                yield self._tensor(name, layer, expert, proj, rank, field)
+
+    def _tensor(
+        self, name: str, layer: int, expert: int, proj: str, rank: int, field: str
+    ) -> PlannedTensor:
+        channels = rank_range("moe_intermediate_size", self.source.width, self.manifest.tp, rank)
+        side = CUT_SIDES[proj].get(field)
+        if side is None:
+            owner = self.source.owners(channels).start
+            return copy_of(self.source.info(layer, expert, proj, owner, field), name)
+        cuts = [
+            (
+                self.source.info(layer, expert, proj, owner, field),
+                part.start // side.channels,
+                part.stop // side.channels,
+            )
+            for owner, part in self.source.overlaps(channels)
+        ]
+        return joined(name, side.axis, cuts)
+
+
+def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
+    """Check the source and the options; reads markers, and hidden-side vectors that must agree.
+
+    SliceError: a source that is not EXL3 or whose experts the format cannot take, a tp that 128
+    does not allow, nothing to change, vectors that differ. CheckpointError: missing or wrong
+    tensors. UnsupportedError: an unknown architecture or dialect.
+    """
+    if checkpoint.dialect not in (ORDINARY, RANK_SLICED):
+        raise SliceError(
+            f"{checkpoint.path}: expected an ordinary EXL3 or a rank-sliced checkpoint, got a "
+            f"{checkpoint.dialect} one"
+        )
+    if options.tp < 1:
+        raise SliceError(f"tp: expected at least 1, got {options.tp}")
+    model = model_map(checkpoint.config)
+    if model.num_experts:
+        check_cut("hidden_size", model.hidden_size, 1)
+        check_cut("moe_intermediate_size", model.moe_intermediate_size, options.tp)
+    source = _source(checkpoint, model)
+    target = replace(source, manifest=_target_manifest(source, options), is_whole=False)
+    if not source.is_whole and target.manifest == source.manifest:
+        raise SliceError(
+            f"{checkpoint.path}: already cut for tp {options.tp} in layout "
+            f"{target.manifest.rotation_layout}; nothing to do"
+        )
+    source.check()
+    _check_hidden_vectors(source, target.manifest)
+    return SlicePlan(options, source, target)
+
+
+def _source(checkpoint: Checkpoint, model: ModelMap) -> ExpertSet:
+    is_whole = checkpoint.manifest is None
+    manifest = checkpoint.manifest or whole_manifest(checkpoint, model)
+    if manifest.experts_per_layer != model.num_experts:
+        raise SliceError(
+            f"experts: the manifest has {manifest.experts_per_layer} a layer, "
+            f"the model has {model.num_experts}"
+        )
+    return ExpertSet(checkpoint, manifest, model.hidden_size, model.moe_intermediate_size, is_whole)
+
+
+def _target_manifest(source: ExpertSet, options: SliceOptions) -> RankSlicedManifest:
+    manifest = source.manifest
+    layout = LAYOUTS[options.layout] if options.layout else manifest.rotation_layout
+    # to_config writes the multiplier itself; without it here, slicing twice equals slicing once
+    extra = {key: value for key, value in manifest.extra.items() if key != "mcg_multiplier"}
+    if source.is_whole:
+        extra = {"producer": "exl3kit", "producer_version": __version__, "source_format": "EXL3"}
+    return replace(manifest, tp=options.tp, rotation_layout=layout, extra=extra)
+
+
+def _check_hidden_vectors(source: ExpertSet, target: RankSlicedManifest) -> None:
+    """Vectors that become one must be the same bytes; reads only those that must agree."""
+    shares = target.rotation_layout == SHARED_H and source.manifest.rotation_layout != SHARED_H
+    for layer in target.moe_layers:
+        for proj, field in HIDDEN_FIELDS.items():
+            groups: dict[tuple[str, ...], None] = {}  # in order, each once
+            for rank in range(target.tp):
+                owners = source.owners(rank_range("width", source.width, target.tp, rank))
+                names = [
+                    tuple(source.name(layer, expert, proj, owner, field) for owner in owners)
+                    for expert in range(target.experts_per_layer)
+                ]
+                groups |= dict.fromkeys([tuple(chain(*names))] if shares else names)
+            for group in groups:
+                _check_equal(source, group, target, shares)
+
+
+def _check_equal(
+    source: ExpertSet, names: tuple[str, ...], target: RankSlicedManifest, shares: bool
+) -> None:
+    first, *others = dict.fromkeys(names)
+    if not others:
+        return
+    expected = source.checkpoint.tensor(first).view(torch.int16)
+    for name in others:
+        if torch.equal(source.checkpoint.tensor(name).view(torch.int16), expected):
+            continue
+        if shares and name.rpartition(".rank")[0] != first.rpartition(".rank")[0]:
+            raise SliceError(
+                f"tensor {name!r} differs from {first!r}: layout shared_h needs hidden-side "
+                "vectors that are the same for all experts of a layer; use layout per_expert"
+            )
+        raise SliceError(
+            f"tensor {name!r} differs from {first!r}: slices that were quantised one by one cannot "
+            f"be joined. Serve the checkpoint as it is with a tensor-parallel size that divides "
+            f"{source.manifest.tp} (each slice then runs as an expert of its own), or quantise the "
+            f"model again with --tp {target.tp}"
+        )

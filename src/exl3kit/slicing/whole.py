@@ -1,0 +1,90 @@
+"""The EXL3 experts of an ordinary checkpoint, described as a rank-sliced file with one rank.
+
+What the rank-sliced format cannot say is refused here: a codebook other than mcg, a bias, bits
+that differ within an expert, MoE layers with gaps between them.
+"""
+
+from __future__ import annotations
+
+from exl3kit.checkpoint.manifest import MAX_BITS, MIN_BITS, RankSlicedManifest, make_manifest
+from exl3kit.checkpoint.names import PROJECTIONS
+from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.errors import SliceError
+from exl3kit.format.spec import TILE, Codebook
+from exl3kit.models.base import ModelMap
+from exl3kit.slicing.experts import experts_prefix
+
+
+def whole_manifest(checkpoint: Checkpoint, model: ModelMap) -> RankSlicedManifest:
+    """A manifest with tp 1 of the layers whose routed experts are EXL3.
+
+    SliceError names the tensor or the layers that a rank-sliced checkpoint cannot have.
+    """
+    layers = [layer for layer in model.moe_layers if _is_exl3(checkpoint, model, layer)]
+    if not layers:
+        raise SliceError(
+            f"{checkpoint.path}: none of its routed experts is EXL3, so there is nothing to cut; "
+            "quantise the model with `exl3kit quantize`"
+        )
+    if gaps := sorted({*range(layers[0], layers[-1] + 1)} - {*layers}):
+        raise SliceError(
+            f"{checkpoint.path}: layers with EXL3 experts must be contiguous, got {layers[0]} to "
+            f"{layers[-1]} without {', '.join(map(str, gaps[:8]))}"
+        )
+    experts = range(model.num_experts)
+    return make_manifest(
+        1, {layer: tuple(_bits(checkpoint, layer, e) for e in experts) for layer in layers}
+    )
+
+
+def _is_exl3(checkpoint: Checkpoint, model: ModelMap, layer: int) -> bool:
+    """True if all experts of the layer are EXL3, False if none is."""
+    linears = [
+        f"{experts_prefix(layer)}{expert}.{proj}"
+        for expert in range(model.num_experts)
+        for proj in PROJECTIONS
+    ]
+    lacking = [name for name in linears if not checkpoint.has(f"{name}.trellis")]
+    if lacking and len(lacking) < len(linears):
+        raise SliceError(
+            f"layer {layer}: {len(lacking)} of {len(linears)} expert linears are not EXL3, first "
+            f"{lacking[0]!r}; a rank-sliced layer has all of them"
+        )
+    return not lacking
+
+
+def _bits(checkpoint: Checkpoint, layer: int, expert: int) -> int:
+    """Bits of an expert, the same in its three projections."""
+    found = {}
+    for proj in PROJECTIONS:
+        name = f"{experts_prefix(layer)}{expert}.{proj}"
+        _check_codebook(checkpoint, name)
+        if checkpoint.has(f"{name}.bias"):
+            raise SliceError(f"tensor '{name}.bias': a rank-sliced expert has no bias")
+        shape = checkpoint.info(f"{name}.trellis").shape
+        bits = shape[-1] / TILE if len(shape) == 3 else 0
+        if bits not in range(MIN_BITS, MAX_BITS + 1):
+            raise SliceError(
+                f"tensor '{name}.trellis': a rank-sliced expert has {MIN_BITS} to {MAX_BITS} bits, "
+                f"got {bits:g} from shape {list(shape)}; quantise the model again"
+            )
+        found[proj] = int(bits)
+    if len(set(found.values())) > 1:
+        raise SliceError(
+            f"{experts_prefix(layer)}{expert}: a rank-sliced expert has one bitrate, got "
+            + ", ".join(f"{proj} {bits}" for proj, bits in found.items())
+            + "; quantise the model again"
+        )
+    return found[PROJECTIONS[0]]
+
+
+def _check_codebook(checkpoint: Checkpoint, name: str) -> None:
+    if checkpoint.has(f"{name}.{Codebook.MCG}") and not checkpoint.has(f"{name}.{Codebook.MUL1}"):
+        return
+    is_mul1 = checkpoint.has(f"{name}.{Codebook.MUL1}")
+    found = f"mul1 (tensor '{name}.mul1')" if is_mul1 else f"3inst (no '{name}.mcg')"
+    raise SliceError(
+        f"{name}: rank-sliced checkpoints have codebook mcg only, got {found}; exllamav3 >= 1.0 "
+        "writes mul1 by default: convert again with its --codebook mcg, or quantise the original "
+        "with `exl3kit quantize`"
+    )
