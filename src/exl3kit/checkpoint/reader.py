@@ -19,17 +19,22 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
 
     CheckpointError if the file cannot be read or ends early.
     """
-    data = torch.empty(info.nbytes, dtype=torch.uint8)
-    if info.nbytes:
-        _read_into(data.numpy().data, info)
-    return data.view(info.dtype).reshape(info.shape)
+    return read_bytes(info, 0, info.nbytes).view(info.dtype).reshape(info.shape)
 
 
-def _read_into(buffer: memoryview, info: TensorInfo) -> None:
+def read_bytes(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+    """Bytes `start` to `stop` of the tensor's data: uint8 (stop - start,), owning them."""
+    data = torch.empty(stop - start, dtype=torch.uint8)
+    if len(data):
+        _read_into(data.numpy().data, info, info.start + start)
+    return data
+
+
+def _read_into(buffer: memoryview, info: TensorInfo, start: int) -> None:
     done = 0
     try:
         with info.file.open("rb", buffering=0) as file:
-            file.seek(info.start)
+            file.seek(start)
             while done < len(buffer):
                 count = file.readinto(buffer[done:])
                 if not count:
@@ -42,5 +47,5 @@ def _read_into(buffer: memoryview, info: TensorInfo) -> None:
     if done < len(buffer):
         raise CheckpointError(
             f"{info.file}: truncated: tensor {info.name!r} ends at byte {info.end}, "
-            f"found {info.start + done} bytes"
+            f"found {start + done} bytes"
         )

@@ -97,6 +97,12 @@ class ExpertSet:
                 found[layer].append(name)
         return found
 
+    def other_tensors(self) -> list[TensorInfo]:
+        """Everything but these experts, in the order of the files."""
+        cut = {name for names in self.layer_names().values() for name in names}
+        infos = [self.checkpoint.info(name) for name in self.checkpoint.names() if name not in cut]
+        return sorted(infos, key=lambda info: (info.file, info.start))
+
     def check(self) -> None:
         """Names, dtypes, shapes and marker values of all experts; reads the markers.
 

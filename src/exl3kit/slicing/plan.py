@@ -20,15 +20,14 @@ from exl3kit._version import __version__
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.manifest import PER_EXPERT, SHARED_H, RankSlicedManifest
 from exl3kit.checkpoint.names import PROJECTIONS
-from exl3kit.checkpoint.open import ORDINARY, RANK_SLICED, Checkpoint
+from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.pieces import PlannedTensor, copy_of, joined
 from exl3kit.checkpoint.widths import check_cut
 from exl3kit.errors import SliceError
-from exl3kit.models.base import ModelMap
 from exl3kit.models.registry import model_map
 from exl3kit.slicing.axes import rank_range
 from exl3kit.slicing.experts import CUT_SIDES, FIELDS, HIDDEN_FIELDS, ExpertSet
-from exl3kit.slicing.whole import whole_manifest
+from exl3kit.slicing.whole import expert_set
 
 LAYOUTS = {"per_expert": PER_EXPERT, "shared_h": SHARED_H}
 
@@ -61,10 +60,7 @@ class SlicePlan:
     @cached_property
     def copied(self) -> list[TensorInfo]:
         """Everything but the cut experts, in the order of the source's files."""
-        checkpoint = self.source.checkpoint
-        cut = {name for names in self.source.layer_names().values() for name in names}
-        infos = [checkpoint.info(name) for name in checkpoint.names() if name not in cut]
-        return sorted(infos, key=lambda info: (info.file, info.start))
+        return self.source.other_tensors()
 
     def tensors(self) -> Iterator[PlannedTensor]:
         """Every tensor of the output: the copied ones, then the experts layer by layer."""
@@ -106,18 +102,13 @@ def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
     does not allow, nothing to change, vectors that differ. CheckpointError: missing or wrong
     tensors. UnsupportedError: an unknown architecture or dialect.
     """
-    if checkpoint.dialect not in (ORDINARY, RANK_SLICED):
-        raise SliceError(
-            f"{checkpoint.path}: expected an ordinary EXL3 or a rank-sliced checkpoint, got a "
-            f"{checkpoint.dialect} one"
-        )
     if options.tp < 1:
         raise SliceError(f"tp: expected at least 1, got {options.tp}")
     model = model_map(checkpoint.config)
     if model.num_experts:
         check_cut("hidden_size", model.hidden_size, 1)
         check_cut("moe_intermediate_size", model.moe_intermediate_size, options.tp)
-    source = _source(checkpoint, model)
+    source = expert_set(checkpoint, model)
     target = replace(source, manifest=_target_manifest(source, options), is_whole=False)
     if not source.is_whole and target.manifest == source.manifest:
         raise SliceError(
@@ -127,17 +118,6 @@ def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
     source.check()
     _check_hidden_vectors(source, target.manifest)
     return SlicePlan(options, source, target)
-
-
-def _source(checkpoint: Checkpoint, model: ModelMap) -> ExpertSet:
-    is_whole = checkpoint.manifest is None
-    manifest = checkpoint.manifest or whole_manifest(checkpoint, model)
-    if manifest.experts_per_layer != model.num_experts:
-        raise SliceError(
-            f"experts: the manifest has {manifest.experts_per_layer} a layer, "
-            f"the model has {model.num_experts}"
-        )
-    return ExpertSet(checkpoint, manifest, model.hidden_size, model.moe_intermediate_size, is_whole)
 
 
 def _target_manifest(source: ExpertSet, options: SliceOptions) -> RankSlicedManifest:

@@ -1,4 +1,4 @@
-"""The EXL3 experts of an ordinary checkpoint, described as a rank-sliced file with one rank.
+"""The EXL3 experts of any checkpoint; an ordinary one is described as a rank-sliced file of tp 1.
 
 What the rank-sliced format cannot say is refused here: a codebook other than mcg, a bias, bits
 that differ within an expert, MoE layers with gaps between them.
@@ -8,11 +8,31 @@ from __future__ import annotations
 
 from exl3kit.checkpoint.manifest import MAX_BITS, MIN_BITS, RankSlicedManifest, make_manifest
 from exl3kit.checkpoint.names import PROJECTIONS
-from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.checkpoint.open import ORDINARY, RANK_SLICED, Checkpoint
 from exl3kit.errors import SliceError
 from exl3kit.format.spec import TILE, Codebook
 from exl3kit.models.base import ModelMap
-from exl3kit.slicing.experts import experts_prefix
+from exl3kit.slicing.experts import ExpertSet, experts_prefix
+
+
+def expert_set(checkpoint: Checkpoint, model: ModelMap) -> ExpertSet:
+    """The experts of an ordinary or rank-sliced checkpoint; no tensor is looked at but for names.
+
+    SliceError if there are none, or if they are not the model's or not what a rank can have.
+    """
+    if checkpoint.dialect not in (ORDINARY, RANK_SLICED):
+        raise SliceError(
+            f"{checkpoint.path}: expected an ordinary EXL3 or a rank-sliced checkpoint, got a "
+            f"{checkpoint.dialect} one"
+        )
+    manifest = checkpoint.manifest or whole_manifest(checkpoint, model)
+    if manifest.experts_per_layer != model.num_experts:
+        raise SliceError(
+            f"experts: the manifest has {manifest.experts_per_layer} a layer, "
+            f"the model has {model.num_experts}"
+        )
+    sizes = model.hidden_size, model.moe_intermediate_size
+    return ExpertSet(checkpoint, manifest, *sizes, is_whole=checkpoint.manifest is None)
 
 
 def whole_manifest(checkpoint: Checkpoint, model: ModelMap) -> RankSlicedManifest:

@@ -1,0 +1,165 @@
+"""Proof that a rank-sliced checkpoint holds the bytes of the one it was cut from, no more, no less.
+
+Not by repeating the cut: both files' slices are joined along the cut side and must be the same
+matrix, and each hidden-side vector and marker must be that of the source ranks with the same
+channels. All other tensors must be the same bytes under the same names. A job holds one projection
+of one expert twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.checkpoint.names import PROJECTIONS
+from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.checkpoint.reader import read_bytes
+from exl3kit.errors import Exl3Error, SliceError
+from exl3kit.models.registry import model_map
+from exl3kit.slicing.axes import rank_range
+from exl3kit.slicing.experts import CUT_SIDES, FIELDS, CutSide, ExpertSet
+from exl3kit.slicing.whole import expert_set
+
+_BLOCK_BYTES = 2**23
+
+Progress = Callable[[int, int], None]  # parts proved, parts in all
+_Part = Callable[[], list[str]]
+
+
+def source_faults(
+    checkpoint: Checkpoint, source: Checkpoint, jobs: int = 1, progress: Progress | None = None
+) -> list[str]:
+    """Every way in which `checkpoint` is not a cut of `source`, an ordinary or rank-sliced one.
+
+    Reads all tensors of both, in `jobs` threads. SliceError if one of the two has no experts that
+    could be compared.
+    """
+    if checkpoint.manifest is None:
+        raise SliceError(f"{checkpoint.path}: expected a rank-sliced checkpoint to compare")
+    target = expert_set(checkpoint, model_map(checkpoint.config))
+    origin = expert_set(source, model_map(source.config))
+    if faults := _differences(target, origin):
+        return faults
+    parts = list(_parts(target, origin, faults))
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        for done, found in enumerate(pool.map(_proved, parts), start=1):
+            faults += found
+            if progress is not None:
+                progress(done, len(parts))
+    return faults
+
+
+def _differences(target: ExpertSet, origin: ExpertSet) -> list[str]:
+    """What makes a comparison of single tensors pointless."""
+    values = {
+        "hidden_size": (target.hidden_size, origin.hidden_size),
+        "moe_intermediate_size": (target.width, origin.width),
+        "layers and bits": (dict(target.manifest.layer_bits), dict(origin.manifest.layer_bits)),
+    }
+    return [
+        f"{key}: {target.checkpoint.path} and its source {origin.checkpoint.path} differ"
+        for key, (one, other) in values.items()
+        if one != other
+    ]
+
+
+def _parts(target: ExpertSet, origin: ExpertSet, faults: list[str]) -> Iterator[_Part]:
+    """The comparisons to make; names that only one of the files has are faults at once."""
+    ours, theirs = ({i.name: i for i in s.other_tensors()} for s in (target, origin))
+    faults += [
+        f"tensor {name!r}: the source has none of that name" for name in ours.keys() - theirs
+    ]
+    faults += [f"tensor {name!r} of the source is missing" for name in sorted(theirs.keys() - ours)]
+    for name in sorted(ours.keys() & theirs.keys()):
+        yield partial(_copy_faults, ours[name], theirs[name])
+    for layer in target.manifest.moe_layers:
+        for expert in range(target.manifest.experts_per_layer):
+            for proj in PROJECTIONS:
+                yield partial(_expert_faults, target, origin, layer, expert, proj)
+
+
+def _proved(part: _Part) -> list[str]:
+    try:
+        return part()
+    except Exl3Error as err:
+        return [str(err)]
+
+
+def _copy_faults(ours: TensorInfo, theirs: TensorInfo) -> list[str]:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        expected = f"the source's {theirs.dtype} {list(theirs.shape)}"
+        return [f"tensor {ours.name!r}: expected {expected}, got {ours.dtype} {list(ours.shape)}"]
+    for start in range(0, ours.nbytes, _BLOCK_BYTES):
+        stop = min(start + _BLOCK_BYTES, ours.nbytes)
+        found, expected = read_bytes(ours, start, stop), read_bytes(theirs, start, stop)
+        if not torch.equal(found, expected):
+            first = start + int((found != expected).nonzero()[0])
+            return [f"tensor {ours.name!r}: differs from the source at byte {first}"]
+    return []
+
+
+def _expert_faults(
+    target: ExpertSet, origin: ExpertSet, layer: int, expert: int, proj: str
+) -> list[str]:
+    faults: list[str] = []
+    for field in FIELDS:
+        linear = layer, expert, proj
+        if side := CUT_SIDES[proj].get(field):
+            faults += _joined_faults(target, origin, linear, field, side)
+        else:
+            faults += _whole_faults(target, origin, linear, field)
+    return faults
+
+
+def _joined_faults(
+    target: ExpertSet, origin: ExpertSet, linear: tuple[int, int, str], field: str, side: CutSide
+) -> list[str]:
+    """The slices of all ranks, side by side, are the same in both."""
+    found, expected = (
+        torch.cat(
+            [_tensor(experts, linear, r, field) for r in range(experts.manifest.tp)], side.axis
+        )
+        for experts in (target, origin)
+    )
+    if found.dtype == expected.dtype and torch.equal(_bits(found), _bits(expected)):
+        return []
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        name = target.name(*linear, 0, field)
+        sizes = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (expected, found)]
+        return [f"tensor {name!r}: all ranks together: expected {sizes[0]}, got {sizes[1]}"]
+    where = (_bits(found) != _bits(expected)).nonzero()[:, side.axis]
+    ranks = sorted({int(i) * side.channels // target.slice_width for i in where.unique()})
+    names = [target.name(*linear, rank, field) for rank in ranks]
+    return [f"tensor {name!r}: is not the cut of the source" for name in names]
+
+
+def _whole_faults(
+    target: ExpertSet, origin: ExpertSet, linear: tuple[int, int, str], field: str
+) -> list[str]:
+    """Each rank has the bytes of every source rank that holds its channels."""
+    faults = []
+    for rank in range(target.manifest.tp):
+        found = _tensor(target, linear, rank, field)
+        channels = rank_range("moe_intermediate_size", target.width, target.manifest.tp, rank)
+        for owner in origin.owners(channels):
+            expected = _tensor(origin, linear, owner, field)
+            is_same = found.dtype == expected.dtype and found.shape == expected.shape
+            if not (is_same and torch.equal(_bits(found), _bits(expected))):
+                names = target.name(*linear, rank, field), origin.name(*linear, owner, field)
+                faults.append(f"tensor {names[0]!r}: differs from the source's {names[1]!r}")
+    return faults
+
+
+def _tensor(
+    experts: ExpertSet, linear: tuple[int, int, str], rank: int, field: str
+) -> torch.Tensor:
+    return experts.checkpoint.tensor(experts.name(*linear, rank, field))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats as integers, so that -0 is not 0 and NaN equals itself."""
+    return tensor.view(torch.int16) if tensor.dtype.itemsize == 2 else tensor
