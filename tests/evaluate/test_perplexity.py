@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.errors import UnsupportedError
 from exl3kit.evaluate.perplexity import perplexity
 from exl3kit.quantize.calibration import TextError, encode_text
+from exl3kit.testing.dense import write_dense_twin
+from exl3kit.testing.generate import make_rank_sliced
 from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
@@ -34,6 +37,14 @@ def test_equals_transformers(tiny: Checkpoint) -> None:
     assert result.predicted_tokens == 4 * 63
     assert result.nll == pytest.approx(sum(losses) / len(losses), abs=1e-5)
     assert result.perplexity == pytest.approx(math.exp(result.nll))
+
+
+def test_rank_sliced_equals_its_decoded_twin(tiny: Checkpoint, tmp_path: Path) -> None:
+    sliced = make_rank_sliced(tiny.path, tmp_path / "sliced", (2, 3, 4, 3), 2, (1, 1))
+    twin = write_dense_twin(sliced, tmp_path / "twin")
+    reached = perplexity(open_checkpoint(sliced), TEXT, window=64)
+    assert reached == perplexity(open_checkpoint(twin), TEXT, window=64)
+    assert reached.nll != pytest.approx(perplexity(tiny, TEXT, window=64).nll, rel=1e-3)
 
 
 def test_progress_counts_layers(tiny: Checkpoint) -> None:
