@@ -49,10 +49,30 @@ def test_tensor_that_is_not_in_its_shard(tmp_path: Path) -> None:
     assert "not in their shard: gone" in refusal(write_shards(tmp_path, gone=ONE))
 
 
-def test_stale_index(tmp_path: Path) -> None:
+def test_stale_index_is_a_fault_but_can_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One shard holds a tensor more, one lost its tensor to an extra file."""
     write_shards(tmp_path)
     save_file({"b": torch.zeros(2), "new": torch.zeros(2)}, tmp_path / TWO)
-    assert "stale" in refusal(tmp_path) and "new" in refusal(tmp_path)
+    save_file({"other": torch.zeros(2)}, tmp_path / ONE)
+    save_file({"a": torch.zeros(2)}, tmp_path / "extra.safetensors")
+    assert sorted(read_index(tmp_path)) == ["a", "b", "c", "new", "other"]
+    scan = scan_folder(tmp_path)
+    assert scan.faults == scan.stale and len(scan.stale) == 2
+    assert "new" in scan.stale[1] and scan.stale[0].endswith("names: a")
+    assert "stale" in caplog.text
+
+
+def test_index_of_the_model_before_it_was_quantised(tmp_path: Path) -> None:
+    """Converters copy it with the side files; its shards never existed here."""
+    save_file({"m.trellis": torch.zeros(2), "n.weight": torch.ones(1)}, tmp_path / "a.safetensors")
+    weight_map = {"m.weight": "model-00001-of-00009.safetensors", "n.weight": "b.safetensors"}
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    assert sorted(read_index(tmp_path)) == ["m.trellis", "n.weight"]
+    weight_map["lost.weight"] = "model-00001-of-00009.safetensors"
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    assert "missing shards: model-00001-of-00009" in refusal(tmp_path)
 
 
 def test_tensor_in_two_files(tmp_path: Path) -> None:

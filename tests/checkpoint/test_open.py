@@ -10,7 +10,7 @@ import torch
 from exl3kit.checkpoint.manifest import SHARED_H
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.checkpoint.writer import CheckpointWriter
-from exl3kit.errors import CheckpointError, Exl3Error, FormatError, UnsupportedError
+from exl3kit.errors import CheckpointError, Exl3Error, FormatError
 from exl3kit.testing.generate import make_rank_sliced, random_exl3
 
 GATE = "model.layers.1.mlp.experts.0.gate_proj.rank0"
@@ -79,13 +79,6 @@ def test_legacy_signs(tmp_path: Path) -> None:
     found = open_checkpoint(write(tmp_path / "m", tensors)).exl3("a")
     assert (found.suh == -1).nonzero().flatten().tolist() == [0, 2, 63]
     assert torch.equal(found.svh, linear.svh)
-
-
-def test_r7_dialect_is_recognised_and_refused(tmp_path: Path) -> None:
-    quantization = {"quant_method": "modelopt", "r7_routed_experts": {"schema": "x"}}
-    path = write(tmp_path / "m", {"x": torch.ones(1)}, quantization_config=quantization)
-    with pytest.raises(UnsupportedError, match="r7_routed_experts"):
-        open_checkpoint(path)
 
 
 def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:

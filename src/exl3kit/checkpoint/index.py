@@ -1,9 +1,11 @@
 """Every tensor of a checkpoint folder, from the files that are there.
 
 The headers are the truth, as for the ordinary EXL3 loader, which reads every `*.safetensors` of the
-folder; `model.safetensors.index.json` is checked against them. A shard that the index or the
-`-of-` number of its siblings promises must exist: engines skip their missing-weight check for
-quantised models, so a deleted shard would otherwise load and answer nonsense.
+folder; `model.safetensors.index.json` is checked against them. What the index or the `-of-` number
+of a shard's siblings promises must be there: engines skip their missing-weight check for quantised
+models, so a deleted shard would otherwise load and answer nonsense. An index that is merely stale
+(it puts tensors in other files, leaves some out, or is that of the model before it was quantised)
+is a fault of the folder, but nothing is missing and it can be read.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from pathlib import Path
 from exl3kit.checkpoint.header import FileHeader, TensorInfo, check_tensor_name, read_header
 from exl3kit.checkpoint.jsonfile import is_bare_name, read_json_object
 from exl3kit.errors import CheckpointError
+from exl3kit.log import get_logger, warn_once
 
+_log = get_logger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})\.safetensors")
 _MAX_SHARDS = 100_000
@@ -24,18 +28,27 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class FolderScan:
-    """What the safetensors files of a folder hold, and every fault found on the way."""
+    """What the safetensors files of a folder hold, and every fault found on the way.
+
+    `stale` are the faults that are the index file's alone; `tensors` is complete all the same.
+    """
 
     tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
     faults: tuple[str, ...]
+    stale: tuple[str, ...]
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
-    """Tensors of `folder` by name; CheckpointError lists every fault `scan_folder` finds."""
+    """Tensors of `folder` by name; CheckpointError lists every fault `scan_folder` finds.
+
+    A stale index file is warned of, once, and otherwise ignored.
+    """
     scan = scan_folder(folder)
-    if scan.faults:
-        raise CheckpointError("; ".join(scan.faults))
+    if fatal := [fault for fault in scan.faults if fault not in scan.stale]:
+        raise CheckpointError("; ".join(fatal))
+    for fault in scan.stale:
+        warn_once(_log, f"{folder}: {fault}", f"{folder}: {fault}; the files are read without it")
     return scan.tensors
 
 
@@ -50,9 +63,11 @@ def scan_folder(folder: Path) -> FolderScan:
     headers = _read_headers(files, faults)
     tensors = _merge(headers, faults)
     faults += _missing_siblings(folder, files)
+    stale: list[str] = []
     if (folder / INDEX_NAME).exists():
-        faults += _index_faults(folder, headers)
-    return FolderScan(tensors, files, tuple(faults))
+        lost, stale = _index_faults(folder, headers, tensors)
+        faults += lost + stale
+    return FolderScan(tensors, files, tuple(faults), tuple(stale))
 
 
 def _read_headers(files: tuple[Path, ...], faults: list[str]) -> dict[str, FileHeader]:
@@ -101,31 +116,45 @@ def _missing_siblings(folder: Path, files: tuple[Path, ...]) -> list[str]:
     return faults
 
 
-def _index_faults(folder: Path, headers: dict[str, FileHeader]) -> list[str]:
+def _index_faults(
+    folder: Path, headers: dict[str, FileHeader], tensors: dict[str, TensorInfo]
+) -> tuple[list[str], list[str]]:
+    """What the index promises and no file holds; and where the index alone is wrong."""
     try:
         weight_map = _weight_map(folder / INDEX_NAME)
     except CheckpointError as err:
-        return [str(err)]
-    absent = sorted({file for file in weight_map.values() if not (folder / file).exists()})
-    faults = [f"{INDEX_NAME}: missing shards: {_some(absent)}"] if absent else []
+        return [str(err)], []
+    quantised = {name.rpartition(".")[0] for name in tensors if name.endswith(".trellis")}
+    lost, found = {}, {}
+    for name, file in weight_map.items():
+        is_there = name in tensors or name.removesuffix(".weight") in quantised
+        (found if is_there else lost)[name] = file
+    absent = {file for file in lost.values() if not (folder / file).exists()}
+    faults = []
+    if absent:
+        faults.append(f"{INDEX_NAME}: missing shards: {_some(sorted(absent))}")
+    if names := [name for name, file in lost.items() if file in headers]:
+        faults.append(f"{INDEX_NAME}: tensors that are not in their shard: {_some(names)}")
+    return faults, _stale(found, headers, set(weight_map))
+
+
+def _stale(found: dict[str, str], headers: dict[str, FileHeader], listed: set[str]) -> list[str]:
+    """Names the index puts in a file that has them not, and names of its files it does not list."""
     elsewhere = [
         name
-        for name, file in weight_map.items()
-        if file in headers and name not in headers[file].tensors
+        for name, file in found.items()
+        if file not in headers or name not in headers[file].tensors
     ]
-    if elsewhere:
-        faults.append(f"{INDEX_NAME}: tensors that are not in their shard: {_some(elsewhere)}")
-    unlisted = [
-        name
-        for file in sorted(set(weight_map.values()) & set(headers))
-        for name in headers[file].tensors
-        if name not in weight_map
-    ]
-    if unlisted:
-        faults.append(
-            f"{INDEX_NAME}: stale: its shards hold tensors it does not list: {_some(unlisted)}"
+    shards = sorted(set(found.values()) & set(headers))
+    unlisted = [name for file in shards for name in headers[file].tensors if name not in listed]
+    return [
+        f"{INDEX_NAME}: stale: {claim}: {_some(names)}"
+        for claim, names in (
+            ("tensors are not in the file it names", elsewhere),
+            ("its shards hold tensors it does not list", unlisted),
         )
-    return faults
+        if names
+    ]
 
 
 def _weight_map(path: Path) -> dict[str, str]:

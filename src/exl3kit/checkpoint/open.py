@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,25 @@ from exl3kit.checkpoint.index import read_index
 from exl3kit.checkpoint.jsonfile import read_json_object
 from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
 from exl3kit.checkpoint.names import RANK_SUFFIX, check_rank_sliced_marker, shared_h_name
+from exl3kit.checkpoint.r7 import R7Manifest, check_r7, is_r7_expert, r7_shared_name
 from exl3kit.checkpoint.reader import read_tensor
-from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
+from exl3kit.checkpoint.version import warn_if_newer
+from exl3kit.errors import CheckpointError, FormatError
+from exl3kit.format.row_table import RowTable
 from exl3kit.format.spec import TILE
 from exl3kit.format.tensors import Exl3Tensor
 
-RANK_SLICED, ORDINARY, PLAIN = "rank-sliced", "ordinary", "plain"
+RANK_SLICED, R7, ORDINARY, PLAIN = "rank-sliced", "r7", "ordinary", "plain"
+_TRELLIS = ".trellis"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint folder: config, dialect and tensor table in memory, tensor bytes on disk.
 
-    `dialect` is "rank-sliced" (EXL3 experts, one slice a rank), "ordinary" (EXL3, whole linears) or
-    "plain" (no EXL3). `manifest` is set for "rank-sliced" only.
+    `dialect` is "rank-sliced" (EXL3 experts, one slice a rank), "r7" (whole EXL3 experts with
+    shared vectors), "ordinary" (EXL3, whole linears) or "plain" (no EXL3). `manifest` is set for
+    "rank-sliced" only, `r7` for "r7" only.
     """
 
     path: Path
@@ -35,6 +40,7 @@ class Checkpoint:
     dialect: str
     infos: Mapping[str, TensorInfo]
     manifest: RankSlicedManifest | None
+    r7: R7Manifest | None = None
 
     @property
     def architecture(self) -> str:
@@ -54,13 +60,19 @@ class Checkpoint:
     @property
     def bits(self) -> float | None:
         """Mean bits per weight over the EXL3 linears, from their trellis shapes; None if plain."""
-        trellises = [
-            info
-            for name, info in self.infos.items()
-            if name.endswith(".trellis") and len(info.shape) == 3
-        ]
+        trellises = [self.infos[prefix + _TRELLIS] for prefix in self.exl3_prefixes()]
+        trellises = [info for info in trellises if len(info.shape) == 3]
         weights = sum(info.shape[0] * info.shape[1] for info in trellises) * TILE * TILE
         return sum(8 * info.nbytes for info in trellises) / weights if weights else None
+
+    @property
+    def is_head_tied(self) -> bool:
+        """True if the embedding serves as head: the config says so and no head is stored.
+
+        The flag alone does not count: exllamav3 up to 1.4.1 leaves it true beside a quantised head.
+        """
+        is_stored = self.has("lm_head.weight") or self.is_exl3("lm_head")
+        return self.config.get("tie_word_embeddings") is True and not is_stored
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -80,10 +92,35 @@ class Checkpoint:
         """The tensor, read now, on the CPU, owning its bytes."""
         return read_tensor(self.info(name))
 
+    def is_exl3(self, prefix: str) -> bool:
+        """True if `prefix` is an EXL3 linear: it has a trellis that is no row table."""
+        return f"{prefix}{_TRELLIS}" in self.infos and not self._is_row_table(prefix)
+
     def exl3_prefixes(self) -> list[str]:
         """Names of the EXL3 linears, sorted; a rank's slice ends in `.rank{r}`."""
-        ending = ".trellis"
-        return sorted(name.removesuffix(ending) for name in self.infos if name.endswith(ending))
+        return sorted(filter(self.is_exl3, self._trellises()))
+
+    def row_tables(self) -> list[str]:
+        """Names of the quantised embeddings: a trellis of two dimensions without scale vectors."""
+        return sorted(filter(self._is_row_table, self._trellises()))
+
+    def row_table(self, prefix: str) -> RowTable:
+        """A quantised token embedding, as `model.embed_tokens`; FormatError names what is wrong.
+
+        An n-gram table, which has no `signs`, is listed but not read: CheckpointError.
+        """
+        tensors = {name: self._own(prefix, name) for name in ("trellis", "signs")}
+        found = {name: self._required(prefix, name, tensor) for name, tensor in tensors.items()}
+        return RowTable(found["trellis"], found["signs"], prefix)
+
+    def _trellises(self) -> Iterator[str]:
+        return (n.removesuffix(_TRELLIS) for n in self.infos if n.endswith(_TRELLIS))
+
+    def _is_row_table(self, prefix: str) -> bool:
+        info = self.infos.get(f"{prefix}{_TRELLIS}")
+        vectors = ("suh", "svh", "su", "sv")
+        has_vectors = any(f"{prefix}.{field}" in self.infos for field in vectors)
+        return info is not None and len(info.shape) == 2 and not has_vectors
 
     def linears(self) -> list[str]:
         """Names of the modules with an EXL3 trellis or a 2-D `.weight` (embeddings too), sorted."""
@@ -97,13 +134,15 @@ class Checkpoint:
     def exl3(self, prefix: str) -> Exl3Tensor:
         """The EXL3 linear `prefix`, as in `model.layers.1.mlp.experts.0.gate_proj.rank0`.
 
-        Shared hidden-side vectors and legacy packed signs (`su`, `sv`) are resolved. A rank-sliced
-        linear must have the mcg marker. FormatError or CheckpointError name the tensor.
+        Shared hidden-side vectors and legacy packed signs (`su`, `sv`) are resolved. A routed
+        expert that is rank-sliced or of the r7 dialect must have the mcg marker. FormatError or
+        CheckpointError name the tensor.
         """
         found = {
             field: self._field(prefix, field) for field in ("trellis", "suh", "svh", "mcg", "mul1")
         }
-        if self.manifest is not None and RANK_SUFFIX.search(prefix):
+        is_slice = self.manifest is not None and RANK_SUFFIX.search(prefix)
+        if is_slice or (self.r7 is not None and is_r7_expert(prefix, self.r7)):
             self._check_markers(prefix, found)
         trellis, suh, svh = (
             self._required(prefix, field, found[field]) for field in ("trellis", "suh", "svh")
@@ -112,9 +151,21 @@ class Checkpoint:
         return Exl3Tensor(trellis, suh, svh, found["mcg"], found["mul1"], bias, name=prefix)
 
     def _field(self, prefix: str, field: str) -> torch.Tensor | None:
-        shares_h = self.manifest is not None and self.manifest.rotation_layout == SHARED_H
-        shared = shared_h_name(prefix, field) if shares_h else None
-        name = shared or f"{prefix}.{field}"
+        shared = self._shared_name(prefix, field)
+        if shared is not None:
+            return self.tensor(shared) if shared in self.infos else None
+        return self._own(prefix, field)
+
+    def _shared_name(self, prefix: str, field: str) -> str | None:
+        """The tensor that stands for `field` of several experts, None if each has its own."""
+        if self.manifest is not None and self.manifest.rotation_layout == SHARED_H:
+            return shared_h_name(prefix, field)
+        if self.r7 is not None and is_r7_expert(prefix, self.r7):
+            return r7_shared_name(prefix, field)
+        return None
+
+    def _own(self, prefix: str, field: str) -> torch.Tensor | None:
+        name = f"{prefix}.{field}"
         if name in self.infos:
             return self.tensor(name)
         packed = f"{prefix}.{field.removesuffix('h')}"
@@ -137,29 +188,26 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Read config, metadata and all headers of a checkpoint folder; no tensor bytes.
 
-    CheckpointError lists missing or damaged files, or names the wrong metadata key.
-    UnsupportedError for the streamed R7 dialect.
+    CheckpointError lists missing or damaged files, or names the wrong metadata key. A checkpoint
+    made by a newer exllamav3 is warned of, once.
     """
     folder = Path(path)
     config = read_config(folder)
     manifest = RankSlicedManifest.from_config(config, folder)
-    return make_checkpoint(folder, config, manifest, read_index(folder))
+    checkpoint = make_checkpoint(folder, config, manifest, read_index(folder))
+    if checkpoint.r7 is not None:
+        check_r7(checkpoint.r7, checkpoint.infos)
+    warn_if_newer(config)
+    return checkpoint
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder; refuses dialects that cannot be read."""
+    """config.json of a checkpoint folder."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a checkpoint folder, found none")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: config.json is missing; the checkpoint is not complete")
-    config = read_json_object(folder / "config.json")
-    quantization = config.get("quantization_config")
-    if isinstance(quantization, dict) and "r7_routed_experts" in quantization:
-        raise UnsupportedError(
-            f"{folder}: quantization_config.r7_routed_experts (streamed R7 experts) is not "
-            "supported; use a checkpoint with hybrid_tr3_tail or an ordinary EXL3 one"
-        )
-    return config
+    return read_json_object(folder / "config.json")
 
 
 def make_checkpoint(
@@ -168,12 +216,18 @@ def make_checkpoint(
     manifest: RankSlicedManifest | None,
     infos: Mapping[str, TensorInfo],
 ) -> Checkpoint:
-    """The `Checkpoint` of metadata and headers that were read already."""
+    """The `Checkpoint` of metadata and headers that were read already.
+
+    CheckpointError for an `r7_routed_experts` block that is wrong in itself.
+    """
     if manifest is not None:
         return Checkpoint(folder, config, RANK_SLICED, infos, manifest)
+    r7 = R7Manifest.from_config(config)
+    if r7 is not None:
+        return Checkpoint(folder, config, R7, infos, None, r7)
     quantization = config.get("quantization_config")
     claims_exl3 = isinstance(quantization, dict) and quantization.get("quant_method") == "exl3"
-    is_exl3 = claims_exl3 or any(name.endswith(".trellis") for name in infos)
+    is_exl3 = claims_exl3 or any(name.endswith(_TRELLIS) for name in infos)
     return Checkpoint(folder, config, ORDINARY if is_exl3 else PLAIN, infos, None)
 
 

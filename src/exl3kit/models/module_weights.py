@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
+
+from exl3kit.checkpoint.modules import dense_weight
 
 if TYPE_CHECKING:
     from exl3kit.checkpoint.open import Checkpoint
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 class ModuleWeights(Mapping[str, Tensor]):
     """Tensors of `checkpoint` whose names start with `prefix`, under the rest of their name.
 
-    `NAME.weight` of a module stored as EXL3 is decoded, all rank slices side by side, and given in
-    Hugging Face orientation (out_features, in_features). Everything is fp32. Iteration lists the
-    stored names.
+    `NAME.weight` of a module stored as EXL3 or FP8 is decoded, all its slices side by side, and
+    given in Hugging Face orientation (out_features, in_features). Everything is fp32. Iteration
+    lists the stored names.
     """
 
     def __init__(self, checkpoint: Checkpoint, prefix: str = "") -> None:
@@ -31,17 +32,9 @@ class ModuleWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         full = self._prefix + name
         module = full.removesuffix(".weight")
-        if self._checkpoint.has(full) or module == full:
+        if module == full:
             return self._checkpoint.tensor(full).float()
-        return self._decode(module).T
-
-    def _decode(self, module: str) -> Tensor:
-        """EXL3 module -> (in_features, out_features); slices cut the inner (intermediate) side."""
-        if self._checkpoint.has(f"{module}.trellis"):
-            return self._checkpoint.exl3(module).dequantize()
-        ranks = range(self._checkpoint.tp or 1)
-        slices = [self._checkpoint.exl3(f"{module}.rank{r}").dequantize() for r in ranks]
-        return torch.cat(slices, dim=0 if module.endswith("down_proj") else 1)
+        return dense_weight(self._checkpoint, module)
 
     def __iter__(self) -> Iterator[str]:
         names = self._checkpoint.names()
