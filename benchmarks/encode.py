@@ -1,0 +1,178 @@
+"""Speed of the trellis encoder on every tier, and quality of the quantiser against exllamav3's.
+
+    python benchmarks/encode.py [--threads N] [--out benchmarks/results]
+
+A tile is 256 weights. Times are processor time over the number of threads, the best of three runs:
+what the wall clock shows on a machine that does nothing else, and what a busy one does not disturb.
+Writes encode.json and encode.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from exl3kit.format.spec import SUPPORTED_BITS, TILE_SIZE, Codebook
+from exl3kit.jit.cpu import ISA_NAMES, cpu_isa
+from exl3kit.kernels.encode import encode_tiles
+from exl3kit.quantize.tensor import quantize_tensor
+
+ROOT = Path(__file__).parent
+GOLDEN = ROOT.parent / "tests" / "data" / "golden"
+TILES = {"portable": 8, "avx2": 16, "avx512": 32, "avx512fp16": 96}
+REPEATS = 3
+
+
+def milliseconds_a_tile(bits: int | float, isa: int, threads: int) -> float:
+    """Encode Gaussian tiles with mul1, which has every rate; all codebooks take the same time."""
+    count = TILES[ISA_NAMES[isa]]
+    tiles = torch.randn(count, TILE_SIZE, generator=torch.Generator().manual_seed(0))
+    encode_tiles(tiles[:4], bits, Codebook.MUL1, threads, isa)
+    times = []
+    for _ in range(REPEATS):
+        begin = time.process_time()
+        encode_tiles(tiles, bits, Codebook.MUL1, threads, isa)
+        times.append(time.process_time() - begin)
+    return 1e3 * min(times) / threads / count
+
+
+def speeds(threads: int) -> list[dict[str, Any]]:
+    """One row a tier and rate."""
+    rows = []
+    for isa in range(cpu_isa(), -1, -1):
+        for bits in SUPPORTED_BITS:
+            ms = milliseconds_a_tile(bits, isa, threads)
+            print(f"{ISA_NAMES[isa]} {bits}: {ms:.2f} ms a tile", flush=True)
+            weights_a_second = round(1e3 * TILE_SIZE / ms)
+            row = {"tier": ISA_NAMES[isa], "bits": bits, "ms_a_tile": round(ms, 3)}
+            rows.append(row | {"weights_a_second": weights_a_second})
+    return rows
+
+
+def qualities() -> list[dict[str, Any]]:
+    """Proxy errors of the golden matrix in all combinations, at exllamav3's g and at our own."""
+    stored = load_file(GOLDEN / "exl3_golden.safetensors")
+    combinations = json.loads((GOLDEN / "manifest.json").read_text())["combos"]
+    rows = stored["A.calib"].double()
+    rows_out = []
+    for combination in combinations:
+        tag = combination["tag"]
+        if f"{tag}.suh" not in stored:
+            continue
+        signs = -stored[f"{tag}.suh"].float().sign(), stored[f"{tag}.svh"].float().sign()
+        results = {}
+        for name, scale in (("given", combination["g_scale"]), ("found", None)):
+            tensor, stats = quantize_tensor(
+                stored["A.weight"],
+                rows.T @ rows,
+                combination["bits"],
+                combination["codebook"],
+                signs=signs,
+                scale=scale,
+            )
+            same = (tensor.trellis == stored[f"{tag}.trellis"]).all(dim=-1).sum().item()
+            results |= {f"proxy_error_{name}_g": stats.proxy_error, f"equal_tiles_{name}_g": same}
+            results["g"] = stats.scale
+        row = {"tag": tag, "exllamav3": combination["proxy_err"], **results}
+        print(row, flush=True)
+        rows_out.append(row | {"exllamav3_g": combination["g_scale"]})
+    return rows_out
+
+
+def environment(threads: int) -> dict[str, str | int]:
+    """What a reader needs to repeat the run."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+    ).stdout.strip()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count() or 0,
+        "threads": threads,
+        "clock": "processor time / threads",
+        "load_average": f"{os.getloadavg()[0]:.1f}",
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": "python " + " ".join(sys.argv),
+    }
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def speed_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Rates down, tiers across: ms a tile, and million weights a second on the best tier."""
+    tiers = list(dict.fromkeys(row["tier"] for row in rows))
+    ms = {(row["tier"], row["bits"]): row["ms_a_tile"] for row in rows}
+    best = tiers[0]
+    cells = []
+    for bits in SUPPORTED_BITS:
+        times = [f"{ms[tier, bits]:.2f}" for tier in tiers]
+        cells.append([str(bits), *times, f"{TILE_SIZE / ms[best, bits] / 1e3:.2f}"])
+    return table(["bits", *(f"{tier} ms" for tier in tiers), f"{best} Mweights/s"], cells)
+
+
+def quality_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Combinations down: both proxy errors, their ratios, equal tiles and g."""
+    cells = [
+        [
+            row["tag"].removeprefix("A."),
+            f"{row['exllamav3']:.4g}",
+            f"{row['proxy_error_given_g'] / row['exllamav3']:.4f}",
+            str(row["equal_tiles_given_g"]),
+            f"{row['proxy_error_found_g'] / row['exllamav3']:.4f}",
+            f"{row['exllamav3_g']:.4f}",
+            f"{row['g']:.4f}",
+        ]
+        for row in rows
+    ]
+    head = ["", "exllamav3", "ratio", "equal tiles of 384", "ratio, own g", "its g", "own g"]
+    return table(head, cells)
+
+
+def main() -> None:
+    """Measure, then write both result files."""
+    parser = argparse.ArgumentParser(description="Measure the trellis encoder and the quantiser.")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    options = parser.parse_args()
+    about = environment(options.threads)
+    speed, quality = speeds(options.threads), qualities()
+    text = [
+        "# Trellis encoder and quantiser",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        "Time of one tile of 256 weights:",
+        "",
+        *speed_table(speed),
+        "",
+        "Proxy error of the golden 256 x 384 matrix with exllamav3's signs, free-running:",
+        "",
+        *quality_table(quality),
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "encode.md").write_text("\n".join(text) + "\n")
+    (options.out / "encode.json").write_text(
+        json.dumps({**about, "speed": speed, "quality": quality}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
