@@ -120,9 +120,9 @@ def scale_costs(bits: int, layer: int, experts: range) -> list[ScaleCost]:
         errors = [
             [
                 stats.proxy_error
-                for _, stats in quantize_tensors(slices, [None] * len(slices), bits, scale=scale)
+                for _, stats in quantize_tensors(slices, [None] * len(slices), bits, scales=fixed)
             ]
-            for scale in (scales[projection], None)
+            for fixed in ([scales[projection]] * len(slices), None)
         ]
         pooled, own = (sum(e) / len(e) for e in errors)
         costs.append(ScaleCost(layer, projection, pooled, own))
@@ -167,7 +167,7 @@ def markdown(header: dict[str, str], base: float, cases: list[Case], costs: list
     ]
     lines += [
         "",
-        "One g a layer and shape of slice against a g for every slice, relative squared error:",
+        "One g a layer and projection against a g for every slice, relative squared error:",
         "",
         "| layer | projection | one g | own g | cost |",
         "| --- | --- | --- | --- | --- |",

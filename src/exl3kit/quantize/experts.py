@@ -3,7 +3,7 @@
 Gate and up are cut by output channels and every slice uses the whole (H, H) Hessian; down is cut by
 input channels and a slice uses its diagonal block of the (I, I) Hessian. A slice's error feedback
 stays inside the slice. Slices of one shape go to the quantiser together, which keeps its threads
-busy, and share one scale g a layer: searching each slice costs as much as encoding it.
+busy. A projection has one scale g a layer: searching each slice costs as much as encoding it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from exl3kit.quantize.report import SliceResult, slice_name
 from exl3kit.quantize.scale import search_scale
 from exl3kit.quantize.tensor import quantize_tensors
 
-# Projections whose slices have one shape, and so one call of the quantiser and one scale.
+# Projections whose slices have one shape, and so go to the quantiser in one call.
 _GATE_UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 _GROUPS = (_GATE_UP, _DOWN)
 # Experts a scale is searched on, one slice of each. The error is flat around its minimum: 0.01 off
@@ -46,14 +46,12 @@ class ExpertJob:
         """The g of each projection of a layer, from slices of a few experts spread over it."""
         step = -(-num_experts // _SCALE_EXPERTS)
         scales = {}
-        for group in _GROUPS:
+        for projection in PROJECTIONS:
             slices = [
                 self.slices(_dense(weights, expert, projection), projection)[0]
                 for expert in range(0, num_experts, step)
-                for projection in group
             ]
-            g = search_scale(slices, self.bits, Codebook.MCG, self.seed)
-            scales |= dict.fromkeys(group, g)
+            scales[projection] = search_scale(slices, self.bits, Codebook.MCG, self.seed)
         return scales
 
     def quantize(
@@ -74,7 +72,7 @@ class ExpertJob:
                 [piece for p in group for piece in self.slice_hessians(hessians, p)],
                 self.bits,
                 Codebook.MCG,
-                scale=scales[group[0]],
+                scales=[scales[projection] for projection, _ in places],
                 seeds=[slice_seed(self.seed, name) for name in names],
             )
             for place, (tensor, stats) in zip(places, done, strict=True):

@@ -67,9 +67,10 @@ def quantize_tensor(
     the encoder; between machines only float64 rounding can differ.
     Raises FormatError for shapes, dtypes, rates and values it cannot quantise.
     """
-    seeds, chosen = [seed], None if signs is None else [signs]
+    chosen = None if signs is None else [signs]
+    scales = None if scale is None else [scale]
     return quantize_tensors(
-        [weight], [hessian], bits, codebook, chosen, scale, seeds, sigma_reg=sigma_reg
+        [weight], [hessian], bits, codebook, chosen, scales, [seed], sigma_reg=sigma_reg
     )[0]
 
 
@@ -79,24 +80,25 @@ def quantize_tensors(
     bits: int | float,
     codebook: str = "mcg",
     signs: Sequence[Signs] | None = None,
-    scale: float | None = None,
+    scales: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     sigma_reg: float = SIGMA_REG,
 ) -> list[tuple[Exl3Tensor, TensorStats]]:
     """`quantize_tensor` for several matrices of one shape: the same results, threads kept busy.
 
     One matrix offers the encoder out/16 tiles at a time; 256 x 128 slices one by one leave
-    threads idle. `seeds` (default 0, 1, ...) and `signs` are per matrix, `scale` is shared.
+    threads idle. `signs`, `scales` and `seeds` (default 0, 1, ...) are one a matrix.
     """
     name = check_codebook(codebook)
     rate = check_bits(bits, name)
-    _check_call(weights, hessians, signs, scale, seeds, sigma_reg)
+    _check_call(weights, hessians, signs, scales, seeds, sigma_reg)
     seeds = range(len(weights)) if seeds is None else seeds
     k, n = weights[0].shape
     chosen = [make_signs(k, n, seed) for seed in seeds] if signs is None else signs
+    fixed = [None] * len(weights) if scales is None else scales
     prepared = [
         _prepare(weight, hessian, own, rate, name, scale, sigma_reg)
-        for weight, hessian, own in zip(weights, hessians, chosen, strict=True)
+        for weight, hessian, own, scale in zip(weights, hessians, chosen, fixed, strict=True)
     ]
     states = _encode_all(prepared, rate, name)
     return [_finish(p, s, rate, name) for p, s in zip(prepared, states, strict=True)]
@@ -106,13 +108,14 @@ def _check_call(
     weights: Sequence[torch.Tensor],
     hessians: Sequence[torch.Tensor | None],
     signs: Sequence[Signs] | None,
-    scale: float | None,
+    scales: Sequence[float] | None,
     seeds: Sequence[int] | None,
     sigma_reg: float,
 ) -> None:
     if not weights:
         raise FormatError("weights: expected at least one matrix, got none")
-    for what, given in (("hessians", hessians), ("signs", signs), ("seeds", seeds)):
+    one_each = {"hessians": hessians, "signs": signs, "scales": scales, "seeds": seeds}
+    for what, given in one_each.items():
         if given is not None and len(given) != len(weights):
             raise FormatError(f"{what}: expected {len(weights)}, one a weight, got {len(given)}")
     for weight, hessian in zip(weights, hessians, strict=True):
@@ -124,8 +127,9 @@ def _check_call(
             )
         if hessian is not None:
             ldl.check_hessian(hessian, weight.shape[0])
-    if scale is not None and not 0 < scale < float("inf"):
-        raise FormatError(f"scale: expected a positive finite number, got {scale}")
+    for scale in scales or ():
+        if not 0 < scale < float("inf"):
+            raise FormatError(f"scale: expected a positive finite number, got {scale}")
     if not 0 <= sigma_reg < float("inf"):
         raise FormatError(f"sigma_reg: expected a finite number >= 0, got {sigma_reg}")
 
