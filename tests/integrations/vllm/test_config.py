@@ -20,6 +20,7 @@ from exl3kit.format.spec import Codebook
 from exl3kit.integrations.vllm import compat, register
 from exl3kit.integrations.vllm.config import Exl3Config
 from exl3kit.integrations.vllm.facts import CheckpointFacts, checkpoint_folder, read_facts
+from exl3kit.integrations.vllm.head import Exl3HeadMethod
 from exl3kit.integrations.vllm.linear import Exl3LinearMethod
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
 from exl3kit.integrations.vllm.params import MatrixSpec
@@ -195,10 +196,20 @@ def test_a_missing_shard(copy: Path, keep_index: bool) -> None:
         read_facts(copy, SIZES)
 
 
-def test_a_quantised_head_is_refused_by_name(copy: Path) -> None:
-    rewrite(copy, **{f"lm_head.{k}": v for k, v in random_exl3(128, 384, 4).tensors().items()})
-    with pytest.raises(UnsupportedError, match="lm_head"):
+@pytest.mark.parametrize("leaf", ["self_attn.kv_b_proj", "eh_proj"])
+def test_linears_that_vllm_reads_itself_must_be_dense(copy: Path, leaf: str) -> None:
+    module, tensors = f"model.layers.3.{leaf}", random_exl3(128, 128, 4).tensors()
+    rewrite(copy, **{f"{module}.{field}": tensor for field, tensor in tensors.items()})
+    with pytest.raises(UnsupportedError, match=f"{module}.weight in BF16"):
         read_facts(copy, SIZES)
+
+
+def test_only_the_targets_head_is_quantised() -> None:
+    spec = MatrixSpec(128, 384, 4, Codebook.MCG)
+    config = hydrated(CheckpointFacts(SIZES, None, {"lm_head": spec}, {}))
+    layer = empty(compat.ParallelLMHead)
+    assert isinstance(config.get_quant_method(layer, "lm_head"), Exl3HeadMethod)
+    assert config.get_quant_method(layer, "model.layers.3.head") is None
 
 
 def test_whole_experts_are_found_by_their_tensors(plain: Path, tmp_path: Path) -> None:

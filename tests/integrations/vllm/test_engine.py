@@ -15,6 +15,7 @@ import torch
 
 from exl3kit import quantize_tensor
 from exl3kit.checkpoint.open import open_checkpoint
+from exl3kit.checkpoint.writer import CheckpointWriter
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.models.base import ShardKind
 from exl3kit.slicing.apply import cut_exl3
@@ -25,7 +26,15 @@ from tests.integrations.vllm.engine import EngineFailed, Generation, generate, r
 
 pytestmark = pytest.mark.vllm
 
-SPEC = TinyGlm4Moe(hidden_size=128, num_experts=4, mtp_layers=1, dtype=torch.float32)
+SPEC = TinyGlm4Moe(
+    hidden_size=128, num_experts=4, num_kv_heads=4, mtp_layers=1, dtype=torch.float32
+)
+# One of every kind of linear; 320 rows of vocabulary are 160 a rank at TP 2, not a multiple of 128.
+EXL3_LINEARS = (
+    *(f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"),
+    *(f"model.layers.2.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")),
+    "lm_head",
+)
 PROMPTS = [f"{number} is {chr(65 + number)}" for number in range(16)]
 TOKENS = 64
 MAX_GAP = 1e-3
@@ -57,13 +66,31 @@ def random_slice(tp: int) -> Encode:
     return encode
 
 
+def with_exl3_linears(source: Path, out: Path) -> Path:
+    """Copy a checkpoint with `EXL3_LINEARS` random at 4 bits instead of dense."""
+    checkpoint = open_checkpoint(source)
+    with CheckpointWriter(out) as writer:
+        for name in checkpoint.names():
+            if name.removesuffix(".weight") not in EXL3_LINEARS:
+                writer.add(name, checkpoint.tensor(name))
+        for name in EXL3_LINEARS:
+            outs, ins = checkpoint.info(f"{name}.weight").shape
+            linear = random_exl3(ins, outs + -outs % 128, 4, seed=zlib.crc32(name.encode()))
+            for field, tensor in linear.tensors().items():
+                writer.add(f"{name}.{field}", tensor)
+        writer.copy_side_files(source)
+        return writer.finish(checkpoint.config)
+
+
 @pytest.fixture(scope="module")
 def sliced(folder: Path, plain: Path) -> dict[int, Path]:
-    """The same random experts in layers 1 and 2, as files for one and for two ranks."""
-    return {
-        tp: make_rank_sliced(plain, folder / f"tp{tp}", 3, tp, (1, 2), encode=random_slice(tp))
-        for tp in (1, 2)
-    }
+    """The same EXL3 weights as files for one and for two ranks; experts in layers 1 and 2."""
+    files = {}
+    for tp in (1, 2):
+        part = folder / f"experts{tp}"
+        make_rank_sliced(plain, part, 3, tp, (1, 2), encode=random_slice(tp))
+        files[tp] = with_exl3_linears(part, folder / f"tp{tp}")
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +128,7 @@ def alter_word(source: Path, out: Path, name: str, word: int) -> Path:
 def test_two_ranks_answer_like_the_dense_model_and_every_word_counts(
     folder: Path, sliced: dict[int, Path], dense: Generation
 ) -> None:
-    shard = open_checkpoint(sliced[2]).info("lm_head.weight").file
+    shard = open_checkpoint(sliced[2]).info("model.norm.weight").file
     name = "model.layers.1.mlp.experts.0.down_proj.rank1.trellis"
     altered = alter_word(sliced[2], folder / "altered", name, word=1000)
     original = shutil.copy(shard, folder / "original")

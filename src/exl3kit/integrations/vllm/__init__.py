@@ -2,8 +2,8 @@
 
 vLLM calls `register` in every process (entry point group `vllm.general_plugins`). From then on
 
-    compat -> facts -> config -> moe | linear -> params      layers and their parameters
-    loader                                                   which tensors a rank reads
+    compat -> facts -> config -> moe | linear | head -> params   layers and their parameters
+    loader                                                       which tensors a rank reads
 
 `facts` reads what a checkpoint holds, `config` answers per layer, `loader` filters the tensor
 stream. Nothing of vLLM is patched.

@@ -21,6 +21,7 @@ from exl3kit.integrations.vllm.facts import (
     checkpoint_folder,
     read_facts,
 )
+from exl3kit.integrations.vllm.head import Exl3HeadMethod
 from exl3kit.integrations.vllm.linear import Exl3LinearMethod, LinearPart
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
 from exl3kit.jit.cpu import cpu_library
@@ -105,6 +106,9 @@ class Exl3Config(compat.QuantizationConfig):
         if isinstance(layer, compat.ExpertsLayer):
             experts = facts.experts.get(layer_index(prefix))
             return experts and Exl3MoEMethod(layer.moe_config, experts, prefix)
+        if isinstance(layer, compat.ParallelLMHead):
+            spec = facts.linears.get(prefix)
+            return spec and Exl3HeadMethod([LinearPart(prefix, spec)])
         if isinstance(layer, compat.LinearBase):
             parts = self._linear_parts(facts, prefix)
             return Exl3LinearMethod(parts) if parts else compat.UnquantizedLinearMethod()

@@ -99,7 +99,7 @@ def read_facts(path: Path, sizes: ModelSizes) -> CheckpointFacts:
     """Read metadata and headers of the folder `path`.
 
     CheckpointError for missing or truncated shards, missing tensors, wrong shapes and bad metadata,
-    UnsupportedError for a quantised lm_head.
+    UnsupportedError for an EXL3 kv_b_proj or eh_proj.
     """
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest
@@ -113,7 +113,7 @@ def read_facts(path: Path, sizes: ModelSizes) -> CheckpointFacts:
             experts.setdefault(layer_index(module), []).append((module, spec))
         else:
             linears[module] = spec
-    _check_head(linears)
+    _check_linears(linears)
     found = {layer: _whole_experts(layer, specs) for layer, specs in experts.items()}
     if manifest is not None:
         _check_slices(checkpoint, manifest, sizes)
@@ -149,11 +149,13 @@ def _matrix_spec(checkpoint: Checkpoint, module: str) -> MatrixSpec:
     return MatrixSpec(TILE * shape[0], TILE * shape[1], bits_from_words(shape[2]), codebook)
 
 
-def _check_head(linears: Mapping[str, MatrixSpec]) -> None:
-    if "lm_head" in linears:
-        raise UnsupportedError(
-            "lm_head: an EXL3 output head cannot be served yet; store lm_head.weight in BF16"
-        )
+def _check_linears(linears: Mapping[str, MatrixSpec]) -> None:
+    """vLLM reads the dense weight of these two itself: one is absorbed, one a bare nn.Linear."""
+    for module in linears:
+        if module.endswith((".kv_b_proj", ".eh_proj")):
+            raise UnsupportedError(
+                f"{module}: vLLM needs this weight dense; store {module}.weight in BF16"
+            )
 
 
 def _sliced_experts(manifest: RankSlicedManifest) -> dict[int, ExpertFacts]:

@@ -103,11 +103,7 @@ class Exl3LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Allocate the fields of this rank; SliceError where a cut is not on 128 features."""
-        tp_size, tp_rank = layer.tp_size, layer.tp_rank
-        cuts = [
-            _cut(part, input_size_per_partition, out_size, int(tp_size), int(tp_rank))
-            for part, out_size in zip(self.parts, output_partition_sizes, strict=True)
-        ]
+        cuts = self._cuts(layer, input_size_per_partition, output_partition_sizes)
         local = [
             MatrixSpec(cut.in_size, cut.out_size, part.spec.bits, self.codebook).rules()
             for part, cut in zip(self.parts, cuts, strict=True)
@@ -117,6 +113,19 @@ class Exl3LinearMethod(LinearMethodBase):
             loader = self.fields[name] = LinearField(name, self.parts, cuts, shapes)
             parameter = make_parameter((loader.numel,), rule.dtype, loader.load)
             layer.register_parameter(name, parameter)
+
+    def _cuts(self, layer: Any, in_size: int, out_sizes: list[int]) -> list[Cut]:
+        """The part of each source that this rank holds."""
+        tp = (layer.tp_size, layer.tp_rank)
+        return [
+            Cut(
+                rank_start(f"{part.name} input", part.spec.in_features, in_size, *tp),
+                in_size,
+                rank_start(f"{part.name} output", part.spec.out_features, out_size, *tp),
+                out_size,
+            )
+            for part, out_size in zip(self.parts, out_sizes, strict=True)
+        ]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor of every source came; no repacking takes place."""
@@ -146,10 +155,3 @@ class Exl3LinearMethod(LinearMethodBase):
         ]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return output if bias is None else output + bias
-
-
-def _cut(part: LinearPart, in_size: int, out_size: int, tp_size: int, tp_rank: int) -> Cut:
-    stored = part.spec
-    in_start = rank_start(f"{part.name} input", stored.in_features, in_size, tp_size, tp_rank)
-    out_start = rank_start(f"{part.name} output", stored.out_features, out_size, tp_size, tp_rank)
-    return Cut(in_start, in_size, out_start, out_size)
