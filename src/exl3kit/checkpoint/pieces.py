@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from exl3kit.checkpoint.shard import Entry
 from exl3kit.errors import CheckpointError
 
 _MAX_OPEN = 128  # of the 1024 descriptors a process may have
+_MAX_WHOLE = 16  # slices joined at most; an expert's trellis has a few MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +61,21 @@ def joined(name: str, axis: int, cuts: Sequence[tuple[TensorInfo, int, int]]) ->
 
 
 class PieceReader:
-    """Reads the bytes of planned tensors; keeps files open and the last tensor read whole."""
+    """Reads the bytes of planned tensors; keeps files open, and the last tensors read whole."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, int] = OrderedDict()
-        self._last: tuple[TensorInfo, np.ndarray] | None = None
+        self._wholes: OrderedDict[TensorInfo, np.ndarray] = OrderedDict()
 
-    def ranges(self, tensor: PlannedTensor) -> Iterator[tuple[TensorInfo, int, int]]:
-        """File ranges whose bytes, one after another, are `tensor`, which must have one row."""
-        for piece in tensor.pieces:
-            yield piece.info, piece.info.start + piece.start, piece.info.start + piece.stop
-
-    def rows(self, tensor: PlannedTensor) -> np.ndarray:
-        """The bytes of a tensor of more than one row: uint8 (rows, bytes of a row), own memory."""
-        out = np.empty((tensor.rows, tensor.nbytes // tensor.rows), np.uint8)
+    def read_rows(self, buffer: memoryview, tensor: PlannedTensor, first: int, stop: int) -> None:
+        """Fill `buffer` with rows `first` to `stop` of `tensor`."""
+        out = np.frombuffer(buffer, np.uint8).reshape(stop - first, -1)
         column = 0
         for piece in tensor.pieces:
             width = piece.stop - piece.start
             source = self._whole(piece.info).reshape(tensor.rows, -1)
-            out[:, column : column + width] = source[:, piece.start : piece.stop]
+            out[:, column : column + width] = source[first:stop, piece.start : piece.stop]
             column += width
-        return out
 
     def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
         """Fill `buffer` from byte `start` of the file of `info`; CheckpointError if it is short."""
@@ -99,17 +94,21 @@ class PieceReader:
                 )
             done += count
 
-    def close(self) -> None:
-        """Close all files."""
+    def __enter__(self) -> PieceReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 
     def _whole(self, info: TensorInfo) -> np.ndarray:
-        if self._last is None or self._last[0] is not info:
+        if info not in self._wholes:
             data = np.empty(info.nbytes, np.uint8)
             self.read_into(data.data, info, info.start)
-            self._last = (info, data)
-        return self._last[1]
+            self._wholes[info] = data
+            if len(self._wholes) > _MAX_WHOLE:
+                self._wholes.popitem(last=False)
+        return self._wholes[info]
 
     def _file(self, path: Path) -> int:
         if path in self._files:

@@ -1,18 +1,20 @@
 """Shards written in one pass from tensors that are all known beforehand.
 
-Header first, then the data in its order: no byte is written twice. One thread reads and writes
-through buffers that stay in the second-level cache, a second one hashes them (SHA-256 takes longer
-than the copy), a third waits for the disk to have the finished shards.
+Header first, then the data in its order: no byte is written twice. Each shard is read, hashed and
+written by one thread, block by block, so that a block is still in the second-level cache when it is
+hashed and written. SHA-256 takes twice as long as the copy (1.2 GB/s against 2.6 on one core of a
+2026 Xeon), so a few shards are made at once; the disk takes one while others are being made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
+from threading import Event, Lock
 from types import TracebackType
 
 from exl3kit.checkpoint.pieces import PieceReader, PlannedTensor
@@ -20,49 +22,37 @@ from exl3kit.checkpoint.shard import header_bytes
 
 Progress = Callable[[int], None]  # bytes written since the last call
 
-_BUFFER_BYTES = 2**20
-_NUM_BUFFERS = 16
+_BLOCK_BYTES = 2**20
+_MAX_THREADS = 4
 
 
 class ShardStream:
-    """Writes whole shards; a context manager that stops its threads and closes its files."""
+    """Writes whole shards; a context manager that waits for its threads, or stops them early."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
-        self._reader = PieceReader()
-        self._hasher = ThreadPoolExecutor(1)
-        self._syncer = ThreadPoolExecutor(1)
-        self._free: SimpleQueue[bytearray] = SimpleQueue()
-        for _ in range(_NUM_BUFFERS):
-            self._free.put(bytearray(_BUFFER_BYTES))
-        self._buffer = self._free.get()
-        self._used = 0
-        self._digests: dict[str, Future[str]] = {}
-        self._synced: list[Future[None]] = []
+        self._lock = Lock()
+        self._stop = Event()
+        self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._threads)
+        self._running: deque[tuple[str, Future[str]]] = deque()
+        self._digests: dict[str, str] = {}
 
     def write(self, path: Path, tensors: Sequence[PlannedTensor]) -> None:
-        """Write `tensors`, in this order, as the safetensors file `path`. OSError for the disk."""
-        for done in self._synced:
-            if done.done():
-                done.result()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            digest = hashlib.sha256()
-            self._put(memoryview(header_bytes(tensors)), descriptor, digest)
-            for tensor in tensors:
-                self._write_tensor(tensor, descriptor, digest)
-            self._flush(descriptor, digest)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._digests[path.name] = self._hasher.submit(digest.hexdigest)
-        self._synced.append(self._syncer.submit(_sync_and_close, descriptor))
+        """Begin to write `tensors`, in this order, as the safetensors file `path`.
+
+        Waits while all threads are at work. Errors of an earlier shard are raised here, OSError
+        for the disk.
+        """
+        while len(self._running) > self._threads:
+            self._wait_for_oldest()
+        self._running.append((path.name, self._pool.submit(self._write, path, tensors)))
 
     def finish(self) -> dict[str, str]:
         """Wait until all shards are on the disk; their SHA-256 by file name."""
-        for done in self._synced:
-            done.result()
-        return {name: digest.result() for name, digest in self._digests.items()}
+        while self._running:
+            self._wait_for_oldest()
+        return self._digests
 
     def __enter__(self) -> ShardStream:
         return self
@@ -73,52 +63,92 @@ class ShardStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._hasher.shutdown()
-        self._syncer.shutdown()
-        self._reader.close()
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
 
-    def _write_tensor(self, tensor: PlannedTensor, descriptor: int, digest: hashlib._Hash) -> None:
-        if tensor.rows != 1:
-            self._put(self._reader.rows(tensor).data.cast("B"), descriptor, digest)
-            return
-        for info, start, stop in self._reader.ranges(tensor):
-            while start < stop:
-                room = self._room(descriptor, digest)[: stop - start]
-                self._reader.read_into(room, info, start)
-                self._used += len(room)
-                start += len(room)
+    def _wait_for_oldest(self) -> None:
+        name, shard = self._running.popleft()
+        self._digests[name] = shard.result()
 
-    def _put(self, data: memoryview, descriptor: int, digest: hashlib._Hash) -> None:
-        while data:
-            room = self._room(descriptor, digest)[: len(data)]
-            room[:] = data[: len(room)]
-            self._used += len(room)
-            data = data[len(room) :]
+    def _write(self, path: Path, tensors: Sequence[PlannedTensor]) -> str:
+        """Write one shard and wait for the disk; its SHA-256."""
+        with PieceReader() as reader, path.open("wb", buffering=0) as file:
+            blocks = _Blocks(file.write, self._count)
+            blocks.put(memoryview(header_bytes(tensors)))
+            for tensor in tensors:
+                if self._stop.is_set():
+                    break
+                if tensor.rows == 1:
+                    _copy(tensor, reader, blocks)
+                else:
+                    _copy_rows(tensor, reader, blocks)
+            blocks.flush()
+            os.fsync(file.fileno())
+        return blocks.digest.hexdigest()
 
-    def _room(self, descriptor: int, digest: hashlib._Hash) -> memoryview:
-        """The free part of the buffer, at least one byte."""
-        if self._used == _BUFFER_BYTES:
-            self._flush(descriptor, digest)
+    def _count(self, written: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._progress(written)
+
+
+class _Blocks:
+    """A buffer that is hashed and written when it is full."""
+
+    def __init__(self, write: Callable[[memoryview], int], count: Callable[[int], None]) -> None:
+        self.digest = hashlib.sha256()
+        self._write, self._count = write, count
+        self._buffer = bytearray(_BLOCK_BYTES)
+        self._used = 0
+
+    def room(self, least: int = 1) -> memoryview:
+        """The free part of the buffer, `least` bytes or more."""
+        if len(self._buffer) - self._used < least:
+            self.flush()
+            if len(self._buffer) < least:
+                self._buffer = bytearray(least)
         return memoryview(self._buffer)[self._used :]
 
-    def _flush(self, descriptor: int, digest: hashlib._Hash) -> None:
-        """Write the buffer, give it to the hashing thread, take another one."""
-        full, used = self._buffer, self._used
-        data = memoryview(full)[:used]
-        self._hasher.submit(self._hash, full, used, digest)
+    def use(self, count: int) -> None:
+        """Say that the first `count` bytes of the room have been filled."""
+        self._used += count
+
+    def put(self, data: memoryview) -> None:
+        """Copy `data` in."""
         while data:
-            data = data[os.write(descriptor, data) :]
-        if self._progress is not None:
-            self._progress(used)
-        self._buffer, self._used = self._free.get(), 0
+            room = self.room()[: len(data)]
+            room[:] = data[: len(room)]
+            self.use(len(room))
+            data = data[len(room) :]
 
-    def _hash(self, buffer: bytearray, used: int, digest: hashlib._Hash) -> None:
-        digest.update(memoryview(buffer)[:used])
-        self._free.put(buffer)
+    def flush(self) -> None:
+        """Hash and write what is in the buffer."""
+        data = memoryview(self._buffer)[: self._used]
+        self.digest.update(data)
+        while data:
+            data = data[self._write(data) :]
+        self._count(self._used)
+        self._used = 0
 
 
-def _sync_and_close(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _copy(tensor: PlannedTensor, reader: PieceReader, blocks: _Blocks) -> None:
+    """The bytes of a tensor of one row, range after range."""
+    for piece in tensor.pieces:
+        start, stop = piece.info.start + piece.start, piece.info.start + piece.stop
+        while start < stop:
+            room = blocks.room()[: stop - start]
+            reader.read_into(room, piece.info, start)
+            blocks.use(len(room))
+            start += len(room)
+
+
+def _copy_rows(tensor: PlannedTensor, reader: PieceReader, blocks: _Blocks) -> None:
+    """The bytes of a tensor of many rows, as many rows at a time as there is room for."""
+    width = tensor.nbytes // tensor.rows
+    row = 0
+    while row < tensor.rows:
+        room = blocks.room(width)
+        count = min(len(room) // width, tensor.rows - row)
+        reader.read_rows(room[: count * width], tensor, row, row + count)
+        blocks.use(count * width)
+        row += count

@@ -22,6 +22,8 @@ from exl3kit.slicing.plan import SliceOptions, SlicePlan, plan_slice
 
 SOURCE_QUANTIZATION_KEY = "source_quantization_config"
 
+_MIN_SHARD_BYTES = 2**28
+
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
 
@@ -43,7 +45,6 @@ def slice_checkpoint(
     out: str | Path,
     options: SliceOptions,
     progress: Progress | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> SliceReport:
     """Write the checkpoint `src` into the new folder `out`, its experts cut for `options.tp` ranks.
 
@@ -62,7 +63,7 @@ def slice_checkpoint(
         if progress is not None:
             progress(done, total)
 
-    with CheckpointWriter(Path(out), shard_bytes) as writer:
+    with CheckpointWriter(Path(out), _shard_bytes(total)) as writer:
         writer.copy(plan.tensors(), count)
         writer.copy_side_files(plan.source.checkpoint.path)
         _write_map(plan, writer)
@@ -78,6 +79,11 @@ def slice_checkpoint(
         num_copied=len(plan.copied),
         num_bytes=total,
     )
+
+
+def _shard_bytes(total: int) -> int:
+    """Enough shards to write several at once, by size alone: the same input, the same files."""
+    return min(max(total // 8, _MIN_SHARD_BYTES), DEFAULT_SHARD_BYTES)
 
 
 def output_config(plan: SlicePlan) -> dict[str, Any]:
