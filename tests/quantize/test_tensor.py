@@ -18,12 +18,10 @@ from exl3kit.testing.compare import assert_bitwise_equal
 from tests import golden
 from tests.quantize import cases
 
-# Times the manifest's proxy error. Free-running, one target that rounds the other way changes all
-# that follow; over the 16 combinations from 3.5 bits up that scatters: mean 0.99, worst 1.044.
-SCATTER = 1.05
 
-
-def quantize_golden(bits: int | float, codebook: Codebook) -> tuple[Exl3Tensor, TensorStats]:
+def quantize_golden(
+    bits: int | float, codebook: Codebook, scaled_hessian: bool
+) -> tuple[Exl3Tensor, TensorStats]:
     """The golden matrix with the golden signs and g."""
     return quantize_tensor(
         cases.weight(),
@@ -32,6 +30,7 @@ def quantize_golden(bits: int | float, codebook: Codebook) -> tuple[Exl3Tensor, 
         codebook,
         signs=cases.signs(),
         scale=golden.combination(bits, codebook)["g_scale"],
+        scaled_hessian=scaled_hessian,
     )
 
 
@@ -40,26 +39,29 @@ def same_bytes(left: Exl3Tensor, right: Exl3Tensor) -> None:
         assert_bitwise_equal(tensor, right.tensors()[field], field)
 
 
-def test_golden_linear_bit_for_bit() -> None:
-    tensor, stats = quantize_golden(3, Codebook.MCG)
-    same_bytes(tensor, golden.exl3_tensor(3, Codebook.MCG))
-    manifest = golden.combination(3, Codebook.MCG)
-    assert stats.proxy_error == pytest.approx(manifest["proxy_err"], rel=1e-4)
+@pytest.mark.parametrize(
+    ("bits", "codebook"),
+    [(1, Codebook.THREE_INST), (3, Codebook.MCG), (3, Codebook.MUL1), (2.5, Codebook.MUL1)],
+)
+def test_golden_linear_bit_for_bit(bits: int | float, codebook: Codebook) -> None:
+    """With exllamav3's own feedback we write its bytes.
+
+    From 3.5 bits up one target that rounds the other way changes all that follow, and the proxy
+    error scatters around exllamav3's by 4 %: benchmarks/results/encode.md.
+    """
+    tensor, stats = quantize_golden(bits, codebook, scaled_hessian=False)
+    same_bytes(tensor, golden.exl3_tensor(bits, codebook))
+    expected = golden.combination(bits, codebook)["proxy_err"]
+    assert stats.proxy_error == pytest.approx(expected, rel=1e-4)
     assert not stats.fallback
 
 
-def test_golden_quality() -> None:
-    """All 27 combinations, free-running: none above the scatter, and on average no worse."""
-    ratios = {}
-    for bits, codebook in golden.COMBINATIONS:
-        tensor, stats = quantize_golden(bits, codebook)
-        assert (tensor.bits, tensor.codebook) == (bits, codebook)
-        manifest = golden.combination(bits, codebook)["proxy_err"]
-        ratios[golden.tag(bits, codebook)] = stats.proxy_error / manifest
-    assert max(ratios.values()) <= SCATTER, ratios
-    assert sum(ratio > 1.03 for ratio in ratios.values()) <= 1, ratios
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-    assert mean <= 1.002, ratios
+@pytest.mark.parametrize(("bits", "codebook"), golden.COMBINATIONS, ids=lambda v: str(v))
+def test_golden_quality(bits: int | float, codebook: Codebook) -> None:
+    """At exllamav3's signs and g our proxy error is a quarter and more below its."""
+    tensor, stats = quantize_golden(bits, codebook, scaled_hessian=True)
+    assert (tensor.bits, tensor.codebook) == (bits, codebook)
+    assert stats.proxy_error < 0.8 * golden.combination(bits, codebook)["proxy_err"]
 
 
 def test_stats_are_those_of_the_stored_tensor() -> None:
@@ -202,8 +204,10 @@ WEIGHT, HESSIAN = cases.random_case(128, 128)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": nan_at(WEIGHT, 1, 2)}, r"weight: expected values finite.*nan at \(1, 2\)"),
-        ({"weight": WEIGHT * float("inf")}, "weight: expected values finite"),
+        ({"weight": WEIGHT.to("meta")}, "weight: expected a tensor on the CPU, got meta"),
+        ({"hessian": HESSIAN.to("meta")}, "hessian: expected a tensor on the CPU, got meta"),
+        ({"weight": nan_at(WEIGHT, 1, 2)}, r"weight: expected finite values, got nan at \(1, 2\)"),
+        ({"weight": WEIGHT * float("inf")}, "weight: expected finite values"),
         ({"weight": WEIGHT * 1e12}, "suh: expected a largest magnitude that fp16 holds"),
         ({"weight": WEIGHT * 1e-9}, "suh: expected a largest magnitude that fp16 holds"),
         ({"weight": WEIGHT[0]}, r"weight: expected a floating-point \(in, out\) matrix"),

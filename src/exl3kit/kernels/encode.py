@@ -26,6 +26,8 @@ def check_tiles(tiles: torch.Tensor) -> torch.Tensor:
             f"tiles: expected torch.float32 (n, {TILE_SIZE}), "
             f"got {tiles.dtype} {tuple(tiles.shape)}"
         )
+    if tiles.device.type != "cpu":
+        raise FormatError(f"tiles: expected a tensor on the CPU, got {tiles.device}")
     # NaN compares false, so it is refused here too.
     if not bool((tiles.abs() <= _HALF_MAX).all()):
         raise FormatError(

@@ -23,6 +23,8 @@ def check_hessian(hessian: torch.Tensor, k: int) -> None:
     """FormatError unless `hessian` is (k, k), finite and symmetric with no negative diagonal."""
     if tuple(hessian.shape) != (k, k):
         raise FormatError(f"hessian: expected shape ({k}, {k}), got {tuple(hessian.shape)}")
+    if hessian.device.type != "cpu":
+        raise FormatError(f"hessian: expected a tensor on the CPU, got {hessian.device}")
     if not bool(torch.isfinite(hessian).all()):
         row, column = (~torch.isfinite(hessian)).nonzero()[0].tolist()
         raise FormatError(
@@ -53,9 +55,9 @@ def damped(hessian: torch.Tensor, sigma: float) -> torch.Tensor:
     )
 
 
-def rotated(hessian: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """H_k diag(signs) hessian diag(signs) H_k: the Hessian of the inner basis."""
-    s = signs.to(hessian.dtype)
+def rotated(hessian: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """H_k diag(scales) hessian diag(scales) H_k: the Hessian of errors in the inner basis."""
+    s = scales.to(hessian.dtype)
     return hadamard(hadamard(hessian * s * s.unsqueeze(1), dim=0), dim=1)
 
 

@@ -35,6 +35,23 @@ class Regularized:
     sv: torch.Tensor
 
 
+def check_weight(weight: torch.Tensor) -> None:
+    """FormatError unless `weight` is a finite floating-point matrix (in, out) on the CPU."""
+    if weight.dim() != 2 or 0 in weight.shape or not weight.is_floating_point():
+        raise FormatError(
+            f"weight: expected a floating-point (in, out) matrix, got {weight.dtype} "
+            f"{tuple(weight.shape)}"
+        )
+    if weight.device.type != "cpu":
+        raise FormatError(f"weight: expected a tensor on the CPU, got {weight.device}; use .cpu()")
+    is_bad = ~torch.isfinite(weight)
+    if bool(is_bad.any()):
+        row, column = is_bad.nonzero()[0].tolist()
+        raise FormatError(
+            f"weight: expected finite values, got {weight[row, column].item()} at ({row}, {column})"
+        )
+
+
 def padded_size(size: int) -> int:
     """`size` rounded up to whole Hadamard blocks of 128."""
     return -(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK

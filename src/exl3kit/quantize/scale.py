@@ -14,7 +14,7 @@ import torch
 from exl3kit.format.codebook import codebook_values
 from exl3kit.format.spec import TILE_SIZE, check_codebook
 from exl3kit.format.tiles import to_tiles
-from exl3kit.quantize.regularize import make_signs, pad_matrix, regularize
+from exl3kit.quantize.regularize import check_weight, make_signs, pad_matrix, regularize
 from exl3kit.quantize.viterbi import encode
 
 _COARSE = tuple(0.1 + 0.2 * i for i in range(10))
@@ -67,6 +67,7 @@ def search_scale(
     """
     pooled = []
     for index, weight in enumerate(weights):
+        check_weight(weight)
         padded = pad_matrix(weight.double())
         signs = make_signs(*padded.shape, seed=seed + index)
         pooled.append(sample_tiles(regularize(padded, signs).inner))
