@@ -6,6 +6,7 @@ with top-2 routing and hidden size 128, so that a single trellis word weighs eno
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import zlib
 from pathlib import Path
@@ -100,8 +101,12 @@ def dense(folder: Path, sliced: dict[int, Path]) -> Generation:
 
 
 def quantise(weight: torch.Tensor, name: str) -> Exl3Tensor:
-    """The real quantiser with an identity Hessian."""
-    tensor, _ = quantize_tensor(weight, torch.eye(weight.shape[0]), 3)
+    """The real quantiser with an identity Hessian.
+
+    On these Gaussian weights g = 1 has the proxy error of the searched g (0.0172 and 0.0171), and
+    the search takes 80 % of the time.
+    """
+    tensor, _ = quantize_tensor(weight, torch.eye(weight.shape[0]), 3, scale=1.0)
     return Exl3Tensor(**tensor.tensors(), name=name)
 
 
@@ -147,19 +152,21 @@ def test_one_rank_with_a_plain_draft(sliced: dict[int, Path], dense: Generation)
     assert_same_tokens(found, dense)
 
 
-def test_quantised_draft_is_accepted_and_lossless(folder: Path) -> None:
-    spec = TinyGlm4Moe(
-        hidden_size=128, num_experts=4, mtp_layers=1, agree=True, dtype=torch.float32
-    )
+@pytest.fixture(scope="module")
+def agreeing(folder: Path) -> Path:
+    """A model whose draft agrees with it, quantised for real, next-token layer included."""
+    spec = dataclasses.replace(SPEC, agree=True)
     plain = write_tiny_model(folder / "agree", spec)
+    return make_rank_sliced(plain, folder / "agree-exl3", 3, 2, (1, 3), encode=quantise)
 
-    model = make_rank_sliced(plain, folder / "agree-exl3", 3, 2, (1, 3), encode=quantise)
-    prompts = PROMPTS[:2]
-    alone = generate(model, prompts, max_tokens=80, tp=2)
-    speculative = generate(model, prompts, max_tokens=80, tp=2, drafts=1)
+
+def test_quantised_draft_is_accepted_and_lossless(agreeing: Path) -> None:
+    job = {"max_tokens": 80, "tp": 2}
+    alone = generate(agreeing, PROMPTS[:2], **job)
+    speculative = generate(agreeing, PROMPTS[:2], drafts=1, **job)
     assert_same_tokens(speculative, alone)
     assert speculative.drafted >= 78
-    assert speculative.accepted * 78 >= speculative.drafted * 60
+    assert 78 * speculative.accepted >= 60 * speculative.drafted
 
 
 def test_a_wrong_tp_reaches_the_user(sliced: dict[int, Path]) -> None:
