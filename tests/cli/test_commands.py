@@ -13,6 +13,7 @@ from exl3kit.cli.app import app
 from exl3kit.cli.console import format_bytes
 from exl3kit.cli.env import collect
 from exl3kit.errors import CheckpointError
+from tests.runtime.glm52 import GLM_52
 
 SHARD = "model-00001-of-00001.safetensors"
 
@@ -63,6 +64,72 @@ def test_inspect_table_and_json(runner: CliRunner, checkpoint: Path) -> None:
     (experts,) = [row for row in summary["kinds"] if row["kind"] == "routed experts"]
     assert experts["weights"] == 2 * 2 * 3 * 256 * 256
     assert 3.0 < experts["bits_per_weight"] < 3.3  # 3 bits and the scale vectors
+
+
+def test_inspect_layers_and_possible_tp(runner: CliRunner, checkpoint: Path) -> None:
+    summary = json.loads(runner.invoke(app, ["inspect", "--json", str(checkpoint)]).stdout)
+    rows = {(row["layer"], row["kind"]): row for row in summary["layers"]}
+    assert sum(row["bytes"] for row in rows.values()) == summary["bytes"]
+    experts = rows[1, "routed experts"]
+    assert experts["matrices_by_bits"] == {"3": 2 * 3 * 2} and experts["trellis_bits"] == 3.0
+    assert rows[0, "dense MLP"]["trellis_bits"] is None
+    assert (rows[None, "embedding and head"]["tensors"], summary["possible_tp"]) == (2, [1, 2])
+    assert "cut it finer" in summary["impossible_tp"]["4"][-1] and "plan" not in summary
+
+
+def test_inspect_plan(runner: CliRunner, checkpoint: Path) -> None:
+    arguments = ["inspect", str(checkpoint), "--tp", "2", "--vram", "1", "--max-model-len", "4096"]
+    shown = runner.invoke(app, arguments)
+    assert shown.exit_code == 0 and "each of 2 GPUs" in shown.stdout
+    plan = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)["plan"]
+    assert plan["kv_bytes_per_token"] == 3 * 2 * 64 * 2  # layers, key and value, head_dim, BF16
+    used = plan["weights_bytes"] + plan["decode_arena_bytes"] + plan["prefill_arena_bytes"]
+    assert plan["kv_bytes"] == 2**30 - used
+    assert plan["sequences_that_fit"] == plan["kv_tokens"] // 4096 and plan["fits"]
+    none_left = json.loads(runner.invoke(app, [*arguments, "--json", "--vram", "0"]).stdout)
+    assert (none_left["plan"]["kv_tokens"], none_left["plan"]["fits"]) == (0, False)
+
+
+def test_inspect_names_what_forbids_a_tp(runner: CliRunner, checkpoint: Path) -> None:
+    result = runner.invoke(app, ["inspect", str(checkpoint), "--tp", "4"])
+    assert result.exit_code == 2
+    assert "key-value" not in result.stderr and "stored for 2 ranks" in result.stderr
+    assert "tp values that work: 1, 2" in result.stderr
+
+
+def test_inspect_from_a_config_alone(runner: CliRunner, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GLM_52))
+    arguments = ["inspect", str(path), "--bits", "3", "--tp", "4", "--vram", "92"]
+    summary = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    (experts,) = [row for row in summary["kinds"] if row["kind"] == "routed experts"]
+    assert (experts["tensors"], experts["bytes"]) == (933_888, 278_523_691_008)
+    assert summary["bytes"] == 316_304_795_648
+    assert f"{summary['plan']['prefill_arena_bytes'] / 2**20:.2f}" == "1054.16"
+    table = runner.invoke(app, arguments).stdout
+    assert "3-4, ..." in table and "933,888" in table and "33.51 MiB" in table
+
+
+@pytest.mark.parametrize("bits", [[], ["--bits", "7"]])
+def test_inspect_of_a_config_needs_bits(runner: CliRunner, tmp_path: Path, bits: list[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GLM_52))
+    result = runner.invoke(app, ["inspect", str(path), *bits])
+    assert result.exit_code == 2 and "--bits 2 to 6" in result.stderr
+
+
+def test_inspect_takes_no_bits_for_a_folder(runner: CliRunner, checkpoint: Path) -> None:
+    result = runner.invoke(app, ["inspect", str(checkpoint), "--bits", "3"])
+    assert result.exit_code == 2 and "only with a config.json" in result.stderr
+
+
+def test_inspect_lists_an_unknown_architecture(runner: CliRunner, checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["architectures"] = ["[bold]OddForCausalLM"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    result = runner.invoke(app, ["inspect", str(checkpoint), "--tp", "2"])
+    assert result.exit_code == 0 and "routed experts" in result.stdout
+    assert "[bold]OddForCausalLM" in result.stdout and "nothing can be planned" in result.stdout
 
 
 def test_env_survives_broken_probes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,85 +1,64 @@
-"""`exl3kit inspect`: what is in a checkpoint, from its metadata and headers alone."""
+"""`exl3kit inspect`: what is in a checkpoint and what it takes to run it, from headers alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from exl3kit.cli.console import format_bytes, out, print_json
-
-if TYPE_CHECKING:
-    from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.cli.console import print_json
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Checkpoint folder, or a config.json to plan from.")
+    ],
+    bits: Annotated[
+        int | None, typer.Option(help="With a config.json: bits of the routed experts.")
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Plan the memory of each of so many GPUs.", min=1, max=1024)
+    ] = None,
+    vram: Annotated[
+        float | None, typer.Option(help="GiB of each GPU that the engine may use.", min=0)
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of the longest sequence.", min=1)
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Sequences that should fit at that length.", min=1)
+    ] = 1,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="The scheduler's token budget; sizes the MoE arena.", min=1)
+    ] = 3072,
+    num_sms: Annotated[
+        int, typer.Option(help="Multiprocessors of the GPU (RTX PRO 6000 188, H200 132).", min=1)
+    ] = 188,
+    fp8_kv_cache: Annotated[bool, typer.Option("--fp8-kv-cache", help="Cache in FP8.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Show dialect, architecture, ranks, bits, and where the bytes go."""
-    from exl3kit.checkpoint.open import open_checkpoint
+    """Show dialect, architecture and bits, where the bytes go, and what each GPU must hold."""
+    from exl3kit.cli.inspect_facts import config_summary, folder_summary
+    from exl3kit.cli.inspect_plan import PlanOptions, plan_summary
+    from exl3kit.cli.inspect_print import print_summary
 
-    summary = summarise(open_checkpoint(checkpoint))
+    options = PlanOptions(
+        tp=tp,
+        vram=None if vram is None else int(vram * 2**30),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_sms=num_sms,
+        has_fp8_cache=fp8_kv_cache,
+    )
+    subject, summary = (
+        config_summary(checkpoint, bits, tp or 1)
+        if checkpoint.is_file()
+        else folder_summary(checkpoint, bits)
+    )
+    result: dict[str, Any] = summary | plan_summary(subject, options)
     if json:
-        print_json(summary)
+        print_json(result)
     else:
-        _print(summary)
-
-
-def summarise(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The facts of a checkpoint as JSON values: one entry a fact, and a row a kind of tensor."""
-    from exl3kit.checkpoint.inventory import inventory
-
-    manifest = checkpoint.manifest
-    layers = [manifest.first_layer, manifest.last_layer] if manifest else None
-    rows = inventory(checkpoint)
-    return {
-        "path": str(checkpoint.path),
-        "dialect": checkpoint.dialect,
-        "architecture": checkpoint.architecture,
-        "num_hidden_layers": checkpoint.config.get("num_hidden_layers"),
-        "num_mtp_layers": checkpoint.config.get("num_nextn_predict_layers") or 0,
-        "tp": checkpoint.tp,
-        "exl3_moe_layers": layers,
-        "experts_per_layer": manifest.experts_per_layer if manifest else None,
-        "rotation_layout": manifest.rotation_layout if manifest else None,
-        "exl3_linears": len(checkpoint.exl3_prefixes()),
-        "exl3_bits": checkpoint.bits,
-        "tensors": sum(row.num_tensors for row in rows),
-        "bytes": sum(row.num_bytes for row in rows),
-        "kinds": [
-            {
-                "kind": row.kind,
-                "tensors": row.num_tensors,
-                "bytes": row.num_bytes,
-                "weights": row.num_weights,
-                "bits_per_weight": round(row.bits_per_weight, 4),
-            }
-            for row in rows
-        ],
-    }
-
-
-def _print(summary: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    facts = Table.grid(padding=(0, 2))
-    for key, value in summary.items():
-        if key not in ("kinds", "bytes") and value is not None:
-            facts.add_row(key, str(value))
-    out.print(facts)
-    table = Table("kind", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("tensors", "size", "weights", "bits/weight"):
-        table.add_column(heading, justify="right")
-    for row in summary["kinds"]:
-        table.add_row(
-            row["kind"],
-            f"{row['tensors']:,}",
-            format_bytes(row["bytes"]),
-            f"{row['weights']:,}",
-            f"{row['bits_per_weight']:.2f}",
-        )
-    table.add_row("all", f"{summary['tensors']:,}", format_bytes(summary["bytes"]))
-    out.print()
-    out.print(table)
+        print_summary(result)

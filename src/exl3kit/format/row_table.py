@@ -23,6 +23,7 @@ from exl3kit.format.hadamard import hadamard
 from exl3kit.format.spec import INTEGER_BITS, STATE_BITS, TILE, Codebook
 
 GROUP = 256
+NGRAM_WIDTH = 160  # of the n-gram tables, whose rows are one ring of 160 symbols
 
 
 @dataclass(frozen=True)

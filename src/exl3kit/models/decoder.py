@@ -89,6 +89,18 @@ class DecoderMap:
         prefix = f"model.layers.{layer}.mlp.experts.{expert}"
         return self._mlp(prefix, self.moe_intermediate_size)
 
+    def ways(self, spec: LinearSpec, tp: int) -> int:
+        """Different parts of a linear that `tp` ranks hold: 1 if it is not cut at all.
+
+        Fewer than `tp` where there are fewer key-value heads than ranks and they are repeated.
+        """
+        if spec.shard is ShardKind.REPLICATED:
+            return 1
+        is_kv = spec.name.endswith((".k_proj", ".v_proj"))
+        if is_kv and isinstance(self.attention, Gqa):
+            return min(tp, self.attention.num_kv_heads)
+        return tp
+
     def tensors(self) -> Iterator[TensorSpec]:
         """Every tensor of the unquantised model under its checkpoint name."""
         embedding = (self.vocab_size, self.hidden_size)
