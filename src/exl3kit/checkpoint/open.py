@@ -151,12 +151,12 @@ class Checkpoint:
         return Exl3Tensor(trellis, suh, svh, found["mcg"], found["mul1"], bias, name=prefix)
 
     def _field(self, prefix: str, field: str) -> torch.Tensor | None:
-        shared = self._shared_name(prefix, field)
+        shared = self.shared_name(prefix, field)
         if shared is not None:
             return self.tensor(shared) if shared in self.infos else None
         return self._own(prefix, field)
 
-    def _shared_name(self, prefix: str, field: str) -> str | None:
+    def shared_name(self, prefix: str, field: str) -> str | None:
         """The tensor that stands for `field` of several experts, None if each has its own."""
         if self.manifest is not None and self.manifest.rotation_layout == SHARED_H:
             return shared_h_name(prefix, field)

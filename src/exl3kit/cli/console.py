@@ -34,11 +34,11 @@ def format_bytes(count: int) -> str:
 
 @contextmanager
 def bytes_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; call what this yields with the bytes done and the bytes in all."""
+    """A bar on stderr if that is a terminal; call what this yields with bytes done, bytes in all."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as Speed
 
-    columns = "{task.description}", BarColumn(), DownloadColumn(True), Speed()
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
+    columns = "{task.description}", BarColumn(), DownloadColumn(True), TimeRemainingColumn()
+    is_shown = err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=not is_shown) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

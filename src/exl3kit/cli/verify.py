@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli.console import err, format_bytes, out, print_error, print_json
+from exl3kit.cli.console import bytes_progress, format_bytes, out, print_error, print_json
 
 if TYPE_CHECKING:
     from exl3kit.checkpoint.verify import VerifyReport
@@ -16,23 +16,45 @@ if TYPE_CHECKING:
 
 def verify(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    source: Annotated[
+        Path | None,
+        typer.Option(help="Prove that every byte is that of this checkpoint, which it was cut of."),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Files to read at a time.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check every name, shape, dtype, marker, scale and digest of a checkpoint, without a GPU.
+    """Check every name, shape, dtype, marker, value and digest of a checkpoint, without a GPU.
 
     Exit code 0: no fault. 1: faults, all of them listed. 2: it cannot be read as a checkpoint.
     """
     from exl3kit.checkpoint.verify import verify_checkpoint
     from exl3kit.models.registry import model_map
 
-    with err.status(f"verifying {checkpoint}"):
-        report = verify_checkpoint(checkpoint, model_map)
+    with bytes_progress("verifying") as show:
+        report = verify_checkpoint(checkpoint, model_map, jobs, show)
+    if source is not None:
+        report = dataclasses.replace(report, faults=report.faults + _proof(report, source, jobs))
     if json:
         print_json({**dataclasses.asdict(report), "path": str(report.path), "is_ok": report.is_ok})
     else:
         _print(report)
     if not report.is_ok:
         raise typer.Exit(1)
+
+
+def _proof(report: VerifyReport, source: Path, jobs: int) -> tuple[str, ...]:
+    """Faults of the comparison with `source`; what cannot be opened any more has faults already."""
+    from exl3kit.checkpoint.open import open_checkpoint
+    from exl3kit.errors import Exl3Error
+    from exl3kit.slicing.prove import source_faults
+
+    origin = open_checkpoint(source)
+    try:
+        checkpoint = open_checkpoint(report.path)
+    except Exl3Error:
+        return (f"{report.path}: not compared with {source}, because of the faults above",)
+    with bytes_progress("comparing with the source") as show:
+        return tuple(source_faults(checkpoint, origin, jobs, show))
 
 
 def _print(report: VerifyReport) -> None:

@@ -26,8 +26,8 @@ from exl3kit.slicing.whole import expert_set
 
 _BLOCK_BYTES = 2**23
 
-Progress = Callable[[int, int], None]  # parts proved, parts in all
-_Part = Callable[[], list[str]]
+Progress = Callable[[int, int], None]  # bytes proved, bytes in all
+_Part = tuple[int, Callable[[], list[str]]]  # bytes of it, and the comparison
 
 
 def source_faults(
@@ -45,11 +45,13 @@ def source_faults(
     if faults := _differences(target, origin):
         return faults
     parts = list(_parts(target, origin, faults))
+    total, done = sum(size for size, _ in parts), 0
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        for done, found in enumerate(pool.map(_proved, parts), start=1):
+        for (size, _), found in zip(parts, pool.map(_proved, parts), strict=True):
             faults += found
+            done += size
             if progress is not None:
-                progress(done, len(parts))
+                progress(done, total)
     return faults
 
 
@@ -70,21 +72,25 @@ def _differences(target: ExpertSet, origin: ExpertSet) -> list[str]:
 def _parts(target: ExpertSet, origin: ExpertSet, faults: list[str]) -> Iterator[_Part]:
     """The comparisons to make; names that only one of the files has are faults at once."""
     ours, theirs = ({i.name: i for i in s.other_tensors()} for s in (target, origin))
-    faults += [
-        f"tensor {name!r}: the source has none of that name" for name in ours.keys() - theirs
-    ]
+    extra = sorted(ours.keys() - theirs)
+    faults += [f"tensor {name!r}: the source has none of that name" for name in extra]
     faults += [f"tensor {name!r} of the source is missing" for name in sorted(theirs.keys() - ours)]
     for name in sorted(ours.keys() & theirs.keys()):
-        yield partial(_copy_faults, ours[name], theirs[name])
+        yield ours[name].nbytes, partial(_copy_faults, ours[name], theirs[name])
     for layer in target.manifest.moe_layers:
         for expert in range(target.manifest.experts_per_layer):
             for proj in PROJECTIONS:
-                yield partial(_expert_faults, target, origin, layer, expert, proj)
+                trellis = target.checkpoint.infos.get(
+                    target.name(layer, expert, proj, 0, "trellis")
+                )
+                size = trellis.nbytes * target.manifest.tp if trellis else 0
+                yield size, partial(_expert_faults, target, origin, layer, expert, proj)
 
 
 def _proved(part: _Part) -> list[str]:
+    _, compare = part
     try:
-        return part()
+        return compare()
     except Exl3Error as err:
         return [str(err)]
 
