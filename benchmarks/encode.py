@@ -25,8 +25,11 @@ import torch
 from safetensors.torch import load_file
 
 from exl3kit.format.spec import SUPPORTED_BITS, TILE_SIZE, Codebook
+from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.jit.cpu import ISA_NAMES, cpu_isa
 from exl3kit.kernels.encode import encode_tiles
+from exl3kit.quantize.regularize import Signs
+from exl3kit.quantize.stats import TensorStats
 from exl3kit.quantize.tensor import quantize_tensor
 
 ROOT = Path(__file__).parent
@@ -62,33 +65,44 @@ def speeds(threads: int) -> list[dict[str, Any]]:
 
 
 def qualities() -> list[dict[str, Any]]:
-    """Proxy errors of the golden matrix in all combinations, at exllamav3's g and at our own."""
+    """The golden matrix with exllamav3's signs: in its way at its g, and in ours at our own g."""
     stored = load_file(GOLDEN / "exl3_golden.safetensors")
     combinations = json.loads((GOLDEN / "manifest.json").read_text())["combos"]
-    rows = stored["A.calib"].double()
-    rows_out = []
-    for combination in combinations:
-        tag = combination["tag"]
-        if f"{tag}.suh" not in stored:
-            continue
+    calibration = stored["A.calib"].double()
+    hessian = calibration.T @ calibration
+    rows = []
+    for combination in (c for c in combinations if f"{c['tag']}.suh" in stored):
+        tag, bits, codebook = (combination[key] for key in ("tag", "bits", "codebook"))
         signs = -stored[f"{tag}.suh"].float().sign(), stored[f"{tag}.svh"].float().sign()
-        results = {}
-        for name, scale in (("given", combination["g_scale"]), ("found", None)):
-            tensor, stats = quantize_tensor(
-                stored["A.weight"],
-                rows.T @ rows,
-                combination["bits"],
-                combination["codebook"],
-                signs=signs,
-                scale=scale,
-            )
-            same = (tensor.trellis == stored[f"{tag}.trellis"]).all(dim=-1).sum().item()
-            results |= {f"proxy_error_{name}_g": stats.proxy_error, f"equal_tiles_{name}_g": same}
-            results["g"] = stats.scale
-        row = {"tag": tag, "exllamav3": combination["proxy_err"], **results}
+
+        def quantize(
+            scale: float | None,
+            scaled_hessian: bool,
+            bits: float = bits,
+            codebook: str = codebook,
+            signs: Signs = signs,
+        ) -> tuple[Exl3Tensor, TensorStats]:
+            return quantize_tensor(
+                stored["A.weight"], hessian, bits, codebook, signs, scale,
+                scaled_hessian=scaled_hessian,
+            )  # fmt: skip
+
+        theirs, same = quantize(combination["g_scale"], scaled_hessian=False)
+        _, ours = quantize(None, scaled_hessian=True)
+        row = {
+            "tag": tag,
+            "exllamav3": combination["proxy_err"],
+            "exllamav3_g": combination["g_scale"],
+            "its_way": same.proxy_error,
+            "its_way_equal_tiles": int(
+                (theirs.trellis == stored[f"{tag}.trellis"]).all(dim=-1).sum()
+            ),
+            "ours": ours.proxy_error,
+            "g": ours.scale,
+        }
         print(row, flush=True)
-        rows_out.append(row | {"exllamav3_g": combination["g_scale"]})
-    return rows_out
+        rows.append(row)
+    return rows
 
 
 def environment(threads: int) -> dict[str, str | int]:
@@ -129,20 +143,20 @@ def speed_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def quality_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Combinations down: both proxy errors, their ratios, equal tiles and g."""
+    """Combinations down: exllamav3's proxy error, ours as multiples of it, equal tiles, both g."""
     cells = [
         [
             row["tag"].removeprefix("A."),
             f"{row['exllamav3']:.4g}",
-            f"{row['proxy_error_given_g'] / row['exllamav3']:.4f}",
-            str(row["equal_tiles_given_g"]),
-            f"{row['proxy_error_found_g'] / row['exllamav3']:.4f}",
+            f"{row['its_way'] / row['exllamav3']:.4f}",
+            str(row["its_way_equal_tiles"]),
+            f"{row['ours'] / row['exllamav3']:.4f}",
             f"{row['exllamav3_g']:.4f}",
             f"{row['g']:.4f}",
         ]
         for row in rows
     ]
-    head = ["", "exllamav3", "ratio", "equal tiles of 384", "ratio, own g", "its g", "own g"]
+    head = ["", "exllamav3", "x, its way", "equal tiles of 384", "x, default", "its g", "our g"]
     return table(head, cells)
 
 
@@ -163,7 +177,8 @@ def main() -> None:
         "",
         *speed_table(speed),
         "",
-        "Proxy error of the golden 256 x 384 matrix with exllamav3's signs, free-running:",
+        "Proxy error of the golden 256 x 384 matrix with exllamav3's signs, free-running. Its way:",
+        "feedback by signs alone and its g. Default: feedback with channel scales and our own g.",
         "",
         *quality_table(quality),
     ]
