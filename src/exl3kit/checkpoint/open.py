@@ -94,15 +94,22 @@ class Checkpoint:
 
     def is_exl3(self, prefix: str) -> bool:
         """True if `prefix` is an EXL3 linear: it has a trellis that is no row table."""
-        return f"{prefix}{_TRELLIS}" in self.infos and not self._is_row_table(prefix)
+        return f"{prefix}{_TRELLIS}" in self.infos and not self.is_row_table(prefix)
 
     def exl3_prefixes(self) -> list[str]:
         """Names of the EXL3 linears, sorted; a rank's slice ends in `.rank{r}`."""
         return sorted(filter(self.is_exl3, self._trellises()))
 
+    def is_row_table(self, prefix: str) -> bool:
+        """True if `prefix` is a quantised embedding: a trellis of two dimensions, no vectors."""
+        info = self.infos.get(f"{prefix}{_TRELLIS}")
+        vectors = ("suh", "svh", "su", "sv")
+        has_vectors = any(f"{prefix}.{field}" in self.infos for field in vectors)
+        return info is not None and len(info.shape) == 2 and not has_vectors
+
     def row_tables(self) -> list[str]:
-        """Names of the quantised embeddings: a trellis of two dimensions without scale vectors."""
-        return sorted(filter(self._is_row_table, self._trellises()))
+        """Names of the quantised embeddings, token and n-gram tables, sorted."""
+        return sorted(filter(self.is_row_table, self._trellises()))
 
     def row_table(self, prefix: str) -> RowTable:
         """A quantised token embedding, as `model.embed_tokens`; FormatError names what is wrong.
@@ -115,12 +122,6 @@ class Checkpoint:
 
     def _trellises(self) -> Iterator[str]:
         return (n.removesuffix(_TRELLIS) for n in self.infos if n.endswith(_TRELLIS))
-
-    def _is_row_table(self, prefix: str) -> bool:
-        info = self.infos.get(f"{prefix}{_TRELLIS}")
-        vectors = ("suh", "svh", "su", "sv")
-        has_vectors = any(f"{prefix}.{field}" in self.infos for field in vectors)
-        return info is not None and len(info.shape) == 2 and not has_vectors
 
     def linears(self) -> list[str]:
         """Names of the modules with an EXL3 trellis or a 2-D `.weight` (embeddings too), sorted."""

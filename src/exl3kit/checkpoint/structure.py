@@ -1,7 +1,7 @@
 """Are the names, dtypes and shapes of a checkpoint those its manifest and its model call for?
 
-Works on headers only. A module may be dense (`.weight`) or EXL3 (`.trellis` and its companions) in
-every dialect: what is there decides, and either form must be complete.
+Works on headers only. A module may be stored in any of the forms that `forms` knows, in every
+dialect: what is there decides, and it must be complete.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-import torch
-
+from exl3kit.checkpoint.forms import rule_fault, stored_form
 from exl3kit.checkpoint.manifest import RankSlicedManifest
-from exl3kit.checkpoint.names import TensorRule, check_rule, expert_rules, missing_text
+from exl3kit.checkpoint.names import TensorRule, expert_rules, missing_text
 from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.checkpoint.r7 import check_r7
 from exl3kit.checkpoint.widths import check_cut
-from exl3kit.errors import CheckpointError, FormatError, SliceError
-from exl3kit.format.spec import HADAMARD_BLOCK, TILE, bits_from_words
+from exl3kit.errors import CheckpointError, SliceError
 
-EXL3_FIELDS = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1")
 _SHOWN = 32
 _MAX_CLAIM = 1000  # tensors for each one found; beyond that no list of names would help
 
@@ -64,18 +62,15 @@ def structure_faults(checkpoint: Checkpoint, model: ExpectedModel) -> list[str]:
         if not checkpoint.has(name):
             missing[_group(name)].append(name)
         else:
-            faults += _rule_fault(checkpoint, name, rule)
+            faults += rule_fault(checkpoint, name, rule)
+    faults += _r7_faults(checkpoint)
     for spec in model.tensors():
         if _is_sliced(spec.name, manifest):
             continue
-        module = spec.name.removesuffix(".weight")
-        is_exl3 = len(spec.shape) == 2 and checkpoint.has(f"{module}.trellis")
-        if is_exl3 and not checkpoint.has(spec.name):
-            known.update(f"{module}.{field}" for field in EXL3_FIELDS)
-            faults += _linear_faults(checkpoint, module, spec.shape)
-        elif checkpoint.has(spec.name):
-            known.add(spec.name)
-            faults += _plain_fault(checkpoint, spec)
+        form = stored_form(checkpoint, spec.name, spec.shape)
+        if form is not None:
+            known |= form.names
+            faults += form.faults
         elif not spec.is_optional:
             missing[_group(spec.name)].append(spec.name)
     faults += [missing_text(group, names) for group, names in missing.items()]
@@ -135,60 +130,14 @@ def _group(name: str) -> str:
     return f"layer {parts[2]}" if name.startswith("model.layers.") else "model"
 
 
-def _rule_fault(checkpoint: Checkpoint, name: str, rule: TensorRule) -> list[str]:
-    info = checkpoint.info(name)
+def _r7_faults(checkpoint: Checkpoint) -> list[str]:
+    """What the block of the r7 dialect says and the experts' names and widths do not bear out."""
     try:
-        check_rule(name, info.dtype, info.shape, rule)
+        if checkpoint.r7 is not None:
+            check_r7(checkpoint.r7, checkpoint.infos)
     except CheckpointError as err:
         return [str(err)]
     return []
-
-
-def _plain_fault(checkpoint: Checkpoint, spec: ExpectedTensor) -> list[str]:
-    """A bias beside a trellis has the padded length; all other shapes are exact."""
-    info = checkpoint.info(spec.name)
-    module = spec.name.rpartition(".")[0]
-    is_padded = spec.name.endswith(".bias") and checkpoint.has(f"{module}.trellis")
-    shape = tuple(map(_padded, spec.shape)) if is_padded else spec.shape
-    rule = TensorRule(info.dtype, shape)
-    faults = _rule_fault(checkpoint, spec.name, rule)
-    if not (info.dtype.is_floating_point or faults):
-        faults.append(f"tensor {spec.name!r}: expected a floating-point dtype, got {info.dtype}")
-    return faults
-
-
-def _linear_faults(checkpoint: Checkpoint, module: str, shape: tuple[int, ...]) -> list[str]:
-    """Dtypes and shapes of a whole EXL3 linear whose dense weight would be (out, in) = `shape`."""
-    trellis = checkpoint.info(f"{module}.trellis")
-    ins, outs = _padded(shape[1]), _padded(shape[0])
-    words = trellis.shape[-1] if trellis.shape else 0
-    rules = {
-        "trellis": TensorRule(torch.int16, (ins // TILE, outs // TILE, words)),
-        "suh": TensorRule(torch.float16, (ins,)),
-        "svh": TensorRule(torch.float16, (outs,)),
-        "su": TensorRule(torch.int16, (ins // TILE,)),
-        "sv": TensorRule(torch.int16, (outs // TILE,)),
-        "mcg": TensorRule(torch.int32, ()),
-        "mul1": TensorRule(torch.int32, ()),
-    }
-    faults: list[str] = []
-    try:
-        bits_from_words(words)
-    except FormatError as err:
-        faults.append(f"tensor '{module}.trellis': {err}")
-    for field, rule in rules.items():
-        if checkpoint.has(f"{module}.{field}"):
-            faults += _rule_fault(checkpoint, f"{module}.{field}", rule)
-    for side in ("su", "sv"):
-        if not checkpoint.has(f"{module}.{side}h") and not checkpoint.has(f"{module}.{side}"):
-            faults.append(f"tensor '{module}.{side}h' is missing")
-    if checkpoint.has(f"{module}.mcg") and checkpoint.has(f"{module}.mul1"):
-        faults.append(f"tensors '{module}.mcg' and '{module}.mul1': expected at most one marker")
-    return faults
-
-
-def _padded(size: int) -> int:
-    return -(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK
 
 
 def _unexpected(checkpoint: Checkpoint, known: set[str]) -> list[str]:
