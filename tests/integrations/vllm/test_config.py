@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from exl3kit import log
-from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
+from exl3kit.errors import CheckpointError, Exl3Error, FormatError, UnsupportedError
 from exl3kit.format.spec import Codebook
 from exl3kit.integrations.vllm import compat, register
 from exl3kit.integrations.vllm.config import Exl3Config
@@ -201,6 +201,34 @@ def test_linears_that_vllm_reads_itself_must_be_dense(copy: Path, leaf: str) -> 
     module, tensors = f"model.layers.3.{leaf}", random_exl3(128, 128, 4).tensors()
     rewrite(copy, **{f"{module}.{field}": tensor for field, tensor in tensors.items()})
     with pytest.raises(UnsupportedError, match=f"{module}.weight in BF16"):
+        read_facts(copy, SIZES)
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind", "message"),
+    [
+        ({"suh": None}, CheckpointError, r"o_proj\.suh"),
+        (
+            {"suh": None, "su": torch.zeros(8, dtype=torch.int16)},
+            UnsupportedError,
+            "packed into su and sv",
+        ),
+    ],
+)
+def test_linears_without_their_vectors(
+    copy: Path, stored: dict[str, torch.Tensor | None], kind: type[Exl3Error], message: str
+) -> None:
+    module = "model.layers.0.self_attn.o_proj"
+    fields = {**random_exl3(128, 128, 4).tensors(), **stored}
+    rewrite(copy, **{f"{module}.{field}": tensor for field, tensor in fields.items()})
+    with pytest.raises(kind, match=message):
+        read_facts(copy, SIZES)
+
+
+def test_quantised_embeddings_are_refused(copy: Path) -> None:
+    name = "model.embed_tokens.trellis"
+    rewrite(copy, **{name: torch.zeros(320, 24, dtype=torch.int16)})
+    with pytest.raises(UnsupportedError, match=r"model\.embed_tokens: a quantised embedding"):
         read_facts(copy, SIZES)
 
 

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
-from exl3kit.checkpoint.names import check_complete, check_rule, expert_rules, layer_index
-from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
+from exl3kit.checkpoint.names import (
+    check_complete,
+    check_rule,
+    expert_rules,
+    layer_index,
+    missing_text,
+)
+from exl3kit.checkpoint.open import R7, Checkpoint, open_checkpoint
 from exl3kit.checkpoint.widths import check_cut
 from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
 from exl3kit.format.spec import TILE, Codebook, bits_from_words
@@ -99,9 +105,10 @@ def read_facts(path: Path, sizes: ModelSizes) -> CheckpointFacts:
     """Read metadata and headers of the folder `path`.
 
     CheckpointError for missing or truncated shards, missing tensors, wrong shapes and bad metadata,
-    UnsupportedError for an EXL3 kv_b_proj or eh_proj.
+    UnsupportedError for EXL3 tensors that vLLM's layers cannot take.
     """
     checkpoint = open_checkpoint(path)
+    _check_dialect(checkpoint)
     manifest = checkpoint.manifest
     linears: dict[str, MatrixSpec] = {}
     experts: dict[int, list[tuple[str, MatrixSpec]]] = {}
@@ -137,7 +144,31 @@ def _check_slices(checkpoint: Checkpoint, manifest: RankSlicedManifest, sizes: M
         check_complete(layer, missing)
 
 
+def _check_dialect(checkpoint: Checkpoint) -> None:
+    if checkpoint.dialect == R7:
+        raise UnsupportedError(
+            f"{checkpoint.path}: r7_routed_experts cannot be served yet; use a rank-sliced or an "
+            "ordinary EXL3 checkpoint"
+        )
+    if tables := checkpoint.row_tables():
+        raise UnsupportedError(
+            f"{', '.join(tables)}: a quantised embedding cannot be served; store its weight in BF16"
+        )
+
+
+def _check_vectors(checkpoint: Checkpoint, module: str) -> None:
+    missing = [f"{module}.{v}" for v in ("suh", "svh") if not checkpoint.has(f"{module}.{v}")]
+    if any(checkpoint.has(name.removesuffix("h")) for name in missing):
+        raise UnsupportedError(
+            f"{module}: signs packed into su and sv (an early EXL3) cannot be served; "
+            "convert the model again with a newer exllamav3"
+        )
+    if missing:
+        raise CheckpointError(missing_text(module, missing))
+
+
 def _matrix_spec(checkpoint: Checkpoint, module: str) -> MatrixSpec:
+    _check_vectors(checkpoint, module)
     shape = checkpoint.info(f"{module}.trellis").shape
     markers = [book for book in (Codebook.MCG, Codebook.MUL1) if checkpoint.has(f"{module}.{book}")]
     if len(shape) != 3 or len(markers) > 1:
