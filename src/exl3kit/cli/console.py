@@ -34,7 +34,7 @@ def format_bytes(count: int) -> str:
 
 @contextmanager
 def bytes_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr if that is a terminal; call what this yields with bytes done, bytes in all."""
+    """A bar on stderr, if that is a terminal; call what this yields with bytes done and in all."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
     columns = "{task.description}", BarColumn(), DownloadColumn(True), TimeRemainingColumn()

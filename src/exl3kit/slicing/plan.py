@@ -19,7 +19,7 @@ import torch
 from exl3kit._version import __version__
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.manifest import PER_EXPERT, SHARED_H, RankSlicedManifest
-from exl3kit.checkpoint.names import PROJECTIONS
+from exl3kit.checkpoint.names import PROJECTIONS, RANK_SUFFIX
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.pieces import PlannedTensor, copy_of, joined
 from exl3kit.checkpoint.widths import check_cut
@@ -110,7 +110,7 @@ def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
         check_cut("moe_intermediate_size", model.moe_intermediate_size, options.tp)
     source = expert_set(checkpoint, model)
     target = replace(source, manifest=_target_manifest(source, options), is_whole=False)
-    if not source.is_whole and target.manifest == source.manifest:
+    if not source.is_whole and _shape(target.manifest) == _shape(source.manifest):
         raise SliceError(
             f"{checkpoint.path}: already cut for tp {options.tp} in layout "
             f"{target.manifest.rotation_layout}; nothing to do"
@@ -118,6 +118,11 @@ def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
     source.check()
     _check_hidden_vectors(source, target.manifest)
     return SlicePlan(options, source, target)
+
+
+def _shape(manifest: RankSlicedManifest) -> tuple[int, str]:
+    """What a slice job can change."""
+    return manifest.tp, manifest.rotation_layout
 
 
 def _target_manifest(source: ExpertSet, options: SliceOptions) -> RankSlicedManifest:
@@ -157,7 +162,7 @@ def _check_equal(
     for name in others:
         if torch.equal(source.checkpoint.tensor(name).view(torch.int16), expected):
             continue
-        if shares and name.rpartition(".rank")[0] != first.rpartition(".rank")[0]:
+        if shares and _linear(name) != _linear(first):
             raise SliceError(
                 f"tensor {name!r} differs from {first!r}: layout shared_h needs hidden-side "
                 "vectors that are the same for all experts of a layer; use layout per_expert"
@@ -168,3 +173,8 @@ def _check_equal(
             f"{source.manifest.tp} (each slice then runs as an expert of its own), or quantise the "
             f"model again with --tp {target.tp}"
         )
+
+
+def _linear(name: str) -> str:
+    """The linear whose tensor, or whose slice's tensor, `name` is."""
+    return RANK_SUFFIX.sub("", name.rpartition(".")[0])
