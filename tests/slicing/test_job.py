@@ -25,8 +25,10 @@ from exl3kit.slicing.axes import rank_range
 from exl3kit.slicing.job import slice_checkpoint
 from exl3kit.slicing.plan import SliceOptions
 from exl3kit.slicing.prove import source_faults
+from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary
 from exl3kit.testing.compare import assert_bitwise_equal
 from exl3kit.testing.generate import make_ordinary, random_exl3
+from exl3kit.testing.tiny_configs import MOE_TYPES, MTP_TYPES, tiny_config_of
 from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
 from tests.slicing.conftest import EXPERTS, MIXED_BITS, Tensors, rewrite, same_folders
 
@@ -209,6 +211,15 @@ def test_experts_that_stay_plain_are_copied(plain: Path, ordinary: Path, tmp_pat
     config = open_checkpoint(tmp_path / "o").config
     assert config["hybrid_tr3_tail"]["moe_layers"] == [1, 1]
     assert "model.layers.2*" in config["quantization_config"]["exclude_modules"]
+    assert faults(tmp_path / "o", source) == []
+
+
+@pytest.mark.parametrize("name", MOE_TYPES)
+def test_every_architecture(tmp_path: Path, name: str) -> None:
+    """Files as exllamav3 writes them, next-token layers and quantised head included."""
+    config = tiny_config_of(name, num_experts=2, mtp_layers=1 if name in MTP_TYPES else 0)
+    source = write_ordinary(tmp_path / "m", config, OrdinaryOptions(3, "mcg", num_shards=2))
+    cut(source, tmp_path / "o", 2)
     assert faults(tmp_path / "o", source) == []
 
 

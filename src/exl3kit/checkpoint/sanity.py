@@ -19,6 +19,7 @@ from pathlib import Path
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.names import RANK_SUFFIX
 from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.checkpoint.reader import read_bytes
 from exl3kit.checkpoint.values import TensorFacts, is_linear_trellis
 from exl3kit.format.codebook import codebook_values
 from exl3kit.format.spec import Codebook
@@ -65,10 +66,26 @@ def _tensor_faults(info: TensorInfo, facts: TensorFacts) -> list[str]:
         return [f"tensor {name!r}: {found}, first {value} at {place}"]
     if is_linear_trellis(info):
         return _trellis_faults(name, facts)
+    if tail := _broken_tail(info, facts):
+        return [f"tensor {name!r}: the last {tail} values are 0, from the middle of a row on"]
     must_count = name.endswith((".suh", ".svh")) or len(info.shape) > 1
     if facts.is_zero and facts.num_values and must_count:
         return [f"tensor {name!r}: all {facts.num_values} values are 0"]
     return []
+
+
+def _broken_tail(info: TensorInfo, facts: TensorFacts) -> int:
+    """Zeros at the end of a matrix, if they are more than padding: rows or columns of zeros.
+
+    Those that a broken transfer leaves begin inside a row, whose predecessor goes on.
+    """
+    row = info.shape[-1] if len(info.shape) > 1 else 0
+    first = facts.num_values - facts.num_tail
+    if not row < facts.num_tail < facts.num_values or first % row == 0 or first < row:
+        return 0
+    width = info.dtype.itemsize
+    above = (first - row) * width, (first // row) * row * width
+    return facts.num_tail if read_bytes(info, *above).any() else 0
 
 
 def _trellis_faults(name: str, facts: TensorFacts) -> list[str]:
@@ -119,7 +136,7 @@ def _outliers(rms: Mapping[str, float]) -> list[str]:
             groups[match[1], expert[1] if expert else "linears"][module] = value
     faults = []
     for (layer, kind), peers in groups.items():
-        middle = statistics.median(peers.values())
+        middle = statistics.median_low(peers.values())
         for module, value in peers.items() if len(peers) >= _MIN_PEERS else ():
             if not middle / _FACTOR <= value <= middle * _FACTOR:
                 faults.append(

@@ -26,6 +26,7 @@ _MAX_WORDS = TILE * int(SUPPORTED_BITS[-1])
 class TensorFacts:
     """Sums over one tensor's values; `first_bad` is the place and value of the first non-finite.
 
+    `num_tail` zeros follow the last value that is not 0 (nor -0), of a floating-point tensor.
     `zero_tiles` counts tiles of a trellis whose words are all 0; `is_constant` is set for a trellis
     that repeats one word. `is_zero` is set when all bytes are 0.
     """
@@ -34,6 +35,7 @@ class TensorFacts:
     sum_squares: float = 0.0
     num_bad: int = 0
     first_bad: tuple[int, float] | None = None
+    num_tail: int = 0
     zero_tiles: int = 0
     is_constant: bool = True
     is_zero: bool = True
@@ -153,6 +155,14 @@ class _Look:
                 first = int(bad[0])
                 facts.first_bad = facts.num_values + first, float(values[first].float())
             facts.num_bad += len(bad)
+        facts.num_tail = _tail(values) if square else facts.num_tail + len(values)
         facts.sum_squares += square
         facts.num_values += len(values)
         facts.is_zero = facts.is_zero and square == 0
+
+
+def _tail(values: torch.Tensor) -> int:
+    """Zeros at the end of `values`, which has others."""
+    if values[-1].float() != 0:
+        return 0
+    return len(values) - 1 - int((values.float() != 0).nonzero()[-1])
