@@ -54,6 +54,7 @@ CASES: list[tuple[str, str, Callable[[torch.Tensor], object], str]] = [
      "all 131072 values are 0"),
     ("too large", f"{GATE}.suh", lambda t: t.mul_(1000), "root mean square of 6"),
     ("too small", f"{GATE}.svh", lambda t: t.mul_(0.001), "the median of the 8 gate_proj of model"),
+    ("huge", "model.layers.0.mlp.up_proj.weight", lambda t: t.fill_(1e30), "beyond float32"),
     ("dense", "model.layers.1.self_attn.q_proj.weight", lambda t: t.mul_(1000),
      "linears of model.layers.1 is"),
 ]  # fmt: skip

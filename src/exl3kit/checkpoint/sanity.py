@@ -71,6 +71,8 @@ def _tensor_faults(info: TensorInfo, facts: TensorFacts) -> list[str]:
     must_count = name.endswith((".suh", ".svh")) or len(info.shape) > 1
     if facts.is_zero and facts.num_values and must_count:
         return [f"tensor {name!r}: all {facts.num_values} values are 0"]
+    if must_count and math.isinf(facts.sum_squares):
+        return [f"tensor {name!r}: the sum of its squares is beyond float32"]
     return []
 
 
@@ -81,7 +83,7 @@ def _broken_tail(info: TensorInfo, facts: TensorFacts) -> int:
     """
     row = info.shape[-1] if len(info.shape) > 1 else 0
     first = facts.num_values - facts.num_tail
-    if not row < facts.num_tail < facts.num_values or first % row == 0 or first < row:
+    if not 0 < row < facts.num_tail < facts.num_values or first % row == 0 or first < row:
         return 0
     width = info.dtype.itemsize
     above = (first - row) * width, (first // row) * row * width

@@ -1,7 +1,7 @@
 """What the bytes of a shard say: one pass over the file gives its digest and facts of each tensor.
 
 Blocks are read in the order of the file, hashed, and looked at while they are in cache. Memory is
-a block and its float32 copy, whatever the size of the tensor.
+a block of 1 MiB and its float32 copy, whatever the size of the tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.errors import CheckpointError
 from exl3kit.format.spec import SUPPORTED_BITS, TILE
 
-_BLOCK_BYTES = 2**22
+_BLOCK_BYTES = 2**20
 _MAX_WORDS = TILE * int(SUPPORTED_BITS[-1])
 
 
@@ -148,14 +148,15 @@ class _Look:
 
     def _floats(self, values: torch.Tensor) -> None:
         facts = self.facts
-        square = float(values.float().square().sum(dtype=torch.float64))
+        wide = values.float()
+        square = float(torch.dot(wide, wide))
         if not math.isfinite(square):
-            bad = (~torch.isfinite(values.float())).nonzero().reshape(-1)
+            bad = (~torch.isfinite(wide)).nonzero().reshape(-1)
             if len(bad) and facts.first_bad is None:
                 first = int(bad[0])
-                facts.first_bad = facts.num_values + first, float(values[first].float())
+                facts.first_bad = facts.num_values + first, float(wide[first])
             facts.num_bad += len(bad)
-        facts.num_tail = _tail(values) if square else facts.num_tail + len(values)
+        facts.num_tail = _tail(wide) if square else facts.num_tail + len(values)
         facts.sum_squares += square
         facts.num_values += len(values)
         facts.is_zero = facts.is_zero and square == 0
@@ -163,6 +164,4 @@ class _Look:
 
 def _tail(values: torch.Tensor) -> int:
     """Zeros at the end of `values`, which has others."""
-    if values[-1].float() != 0:
-        return 0
-    return len(values) - 1 - int((values.float() != 0).nonzero()[-1])
+    return 0 if values[-1] != 0 else len(values) - 1 - int(values.nonzero()[-1])

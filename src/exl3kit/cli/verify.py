@@ -20,7 +20,7 @@ def verify(
         Path | None,
         typer.Option(help="Prove that every byte is that of this checkpoint, which it was cut of."),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Files to read at a time.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Files to read at a time.")] = 4,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Check every name, shape, dtype, marker, value and digest of a checkpoint, without a GPU.
