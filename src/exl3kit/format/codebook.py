@@ -13,7 +13,13 @@ from functools import cache
 import numpy as np
 import torch
 
-from exl3kit.format.spec import MCG_MULTIPLIER, MUL1_MULTIPLIER, NUM_STATES, Codebook
+from exl3kit.format.spec import (
+    MCG_MULTIPLIER,
+    MUL1_MULTIPLIER,
+    NUM_STATES,
+    Codebook,
+    check_codebook,
+)
 
 _LCG_MULTIPLIER, _LCG_ADDEND = 89226354, 64248484  # 3inst
 # Keep sign, the top mantissa bits and part of the exponent of each half, then centre the exponent.
@@ -33,9 +39,16 @@ def _affine_byte_sum(hashed: np.ndarray) -> np.ndarray:
     return ((total + np.float32(1024)) * _MUL1_SCALE + _MUL1_SHIFT).astype(np.float16)
 
 
+def codebook_values(codebook: str) -> torch.Tensor:
+    """Value of every state: float16 (65536,), index = state. Shared; do not write to it.
+
+    Raises FormatError for a name that is no codebook's.
+    """
+    return _values(check_codebook(codebook))
+
+
 @cache
-def codebook_values(codebook: Codebook) -> torch.Tensor:
-    """Value of every state: float16 (65536,), index = state. Shared; do not write to it."""
+def _values(codebook: Codebook) -> torch.Tensor:
     states = np.arange(NUM_STATES, dtype=np.uint32)
     if codebook is Codebook.THREE_INST:
         values = _sum_of_halves(states * np.uint32(_LCG_MULTIPLIER) + np.uint32(_LCG_ADDEND))

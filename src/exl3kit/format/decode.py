@@ -12,12 +12,11 @@ import torch
 
 from exl3kit.format.codebook import codebook_values
 from exl3kit.format.hadamard import hadamard
-from exl3kit.format.spec import Codebook
 from exl3kit.format.tiles import from_tiles
 from exl3kit.format.trellis import unpack
 
 
-def decode_inner(trellis: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+def decode_inner(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
     """int16 (k/16, n/16, 16 K) -> What, float16 (k, n), exact."""
     states = unpack(trellis)
     return from_tiles(codebook_values(codebook)[states])
@@ -35,7 +34,7 @@ def decode_dense(
     trellis: torch.Tensor,
     suh: torch.Tensor,
     svh: torch.Tensor,
-    codebook: Codebook,
+    codebook: str,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The dense matrix W of one linear, (k, n) in `dtype`.

@@ -40,9 +40,10 @@ class Codebook(StrEnum):
     MUL1 = "mul1"
 
 
-def marker_value(codebook: Codebook) -> int | None:
+def marker_value(codebook: str) -> int | None:
     """Value of the marker tensor as a signed 32-bit int; None for 3inst, which has no marker."""
-    unsigned = {Codebook.MCG: MCG_MULTIPLIER, Codebook.MUL1: MUL1_MULTIPLIER}.get(codebook)
+    name = check_codebook(codebook)
+    unsigned = {Codebook.MCG: MCG_MULTIPLIER, Codebook.MUL1: MUL1_MULTIPLIER}.get(name)
     return None if unsigned is None else unsigned - (1 << 32)
 
 
