@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= python3
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint type fmt bench clean
+.PHONY: setup demo test fuzz lint type fmt bench clean
 
 setup: $(READY)
 
@@ -22,6 +22,9 @@ demo: setup
 
 test: setup
 	$(PY) -m pytest -q
+
+fuzz: setup
+	$(PY) -m exl3kit.testing.fuzz --inputs 20000 $(if $(SEED),--seed $(SEED))
 
 lint: setup
 	$(PY) -m ruff check .

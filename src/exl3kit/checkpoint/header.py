@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from exl3kit.checkpoint.jsonfile import is_int, parse_json
+from exl3kit.checkpoint.keys import show
 from exl3kit.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
@@ -151,7 +152,7 @@ def _sizes(value: Any, where: str) -> tuple[int, ...]:
     for item in value:
         if not is_int(item) or not 0 <= item < 2**63:
             raise CheckpointError(
-                f"{where} must hold integers from 0 to 2**63 - 1, got {str(item)[:40]}"
+                f"{where} must hold integers from 0 to 2**63 - 1, got {show(item)}"
             )
     return tuple(value)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from exl3kit.checkpoint.header import FileHeader, TensorInfo, check_tensor_name, read_header
@@ -109,10 +110,15 @@ def _missing_siblings(folder: Path, files: tuple[Path, ...]) -> list[str]:
             faults.append(f"{folder}: shards claim a set of {count}, expected <= {_MAX_SHARDS}")
             continue
         first = 0 if 0 in numbers else 1
-        missing = [n for n in range(first, first + count) if n not in numbers]
-        names = [f"{stem}-{n:0{digits}d}-of-{count:0{digits}d}.safetensors" for n in missing]
+        expected = range(first, first + count)
+        missing = (n for n in expected if n not in numbers)
+        names = [
+            f"{stem}-{n:0{digits}d}-of-{count:0{digits}d}.safetensors"
+            for n in islice(missing, _SHOWN)
+        ]
         if names:
-            faults.append(f"{folder}: missing shards: {_some(names)}")
+            total = count - sum(number in expected for number in numbers)
+            faults.append(f"{folder}: missing shards: {_some(names, total)}")
     return faults
 
 
@@ -170,7 +176,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _some(names: list[str]) -> str:
+def _some(names: list[str], total: int | None = None) -> str:
     """The first few names, and how many there are in all if that is more."""
+    total = len(names) if total is None else total
     shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown}, ... ({len(names)} in all)"
+    return shown if total <= _SHOWN else f"{shown}, ... ({total} in all)"

@@ -39,7 +39,11 @@ def folder_summary(path: Path, bits: int | None) -> tuple[Subject, dict[str, Any
     """What is in a checkpoint folder. CheckpointError if it cannot be opened."""
     if bits is not None:
         raise CheckpointError(f"--bits {bits}: only with a config.json; {path} has its own bits")
-    checkpoint = open_checkpoint(path)
+    return checkpoint_summary(open_checkpoint(path))
+
+
+def checkpoint_summary(checkpoint: Checkpoint) -> tuple[Subject, dict[str, Any]]:
+    """What is in an open checkpoint; CheckpointError names a wrong value in its config."""
     tensors = stored_tensors(checkpoint)
     model, note = _known_model(checkpoint.config)
     subject = Subject(

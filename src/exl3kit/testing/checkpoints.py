@@ -119,7 +119,7 @@ def write_ordinary(
         elif module in specs:
             tensors |= _ordinary_linear(specs[module], chosen)
         elif module == "model.embed_tokens" and chosen.embedding_bits is not None:
-            tensors |= _row_table(module, *tensor.shape, chosen.embedding_bits)
+            tensors |= _row_table(module, tensor.shape, chosen.embedding_bits)
         else:
             tensors[name] = tensor
     out.mkdir(parents=True)
@@ -238,7 +238,8 @@ def _pack_signs(vector: torch.Tensor) -> torch.Tensor:
     return bits.sum(dim=1).to(torch.int16)
 
 
-def _row_table(module: str, rows: int, width: int, bits: int) -> dict[str, torch.Tensor]:
+def _row_table(module: str, size: torch.Size, bits: int) -> dict[str, torch.Tensor]:
+    rows, width = size
     groups = -(-width // GROUP)
     random = torch.Generator().manual_seed(bits)
     shape = (rows, groups, 1 + words_per_tile(bits))
