@@ -50,7 +50,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Quantise, verify and evaluate EXL3 checkpoints of mixture-of-experts models."""
+    """Quantise, slice, verify and evaluate EXL3 checkpoints of mixture-of-experts models."""
 
 
 app.command()(inspect.inspect)
