@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exl3kit.checkpoint.inventory import by_kind, stored_tensors
+from exl3kit.checkpoint.inventory import by_kind, by_layer, stored_tensors
 from exl3kit.checkpoint.modules import exl3_parts
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.errors import SliceError
@@ -38,7 +38,7 @@ def test_glm_52_at_tp4_has_the_published_totals() -> None:
     The publisher counts 316,304,795,648 bytes of tensors in the whole checkpoint.
     """
     model = model_map(GLM_52)
-    (experts, *others) = by_kind(planned_tensors(model, 3, 4))
+    (experts, *others) = by_kind(by_layer(planned_tensors(model, 3, 4)))
     assert sum(row.num_bytes for row in others) == 37_781_104_640
     assert experts.kind == "routed experts" and len(model.moe_layers) == 76
     assert experts.num_tensors == 933_888
@@ -53,7 +53,7 @@ def test_glm_52_at_tp4_has_the_published_totals() -> None:
     [(2, 9_596_976), (3, 14_315_568), (4, 19_034_160), (5, 23_752_752), (6, 28_471_344)],
 )
 def test_glm_52_bytes_of_one_expert(bits: int, of_an_expert: int) -> None:
-    (experts, *_) = by_kind(planned_tensors(model_map(GLM_52), bits, 4))
+    (experts, *_) = by_kind(by_layer(planned_tensors(model_map(GLM_52), bits, 4)))
     assert experts.num_bytes == 76 * 256 * of_an_expert
 
 

@@ -32,7 +32,7 @@ def check(path: Path, dialect: str) -> None:
     report = verify_checkpoint(path, model_map)
     assert (report.faults, report.dialect) == ((), dialect)
     tensors = stored_tensors(open_checkpoint(path))
-    for rows in (by_kind(tensors), by_layer(tensors)):
+    for rows in (by_layer(tensors), by_kind(by_layer(tensors))):
         assert sum(row.num_bytes for row in rows) == report.num_bytes
         assert sum(row.num_tensors for row in rows) == report.num_tensors
     subject, summary = folder_summary(path, None)

@@ -15,18 +15,19 @@ from exl3kit.format.spec import TILE_SIZE
 
 ROUTED = "routed experts"
 EMBEDDING = "embedding and head"
-# First match wins; names are Hugging Face's.
-_KINDS = (
-    (ROUTED, (".mlp.experts.",)),
-    ("shared experts", (".mlp.shared_experts.",)),
-    ("attention", (".self_attn.",)),
-    (EMBEDDING, ("embed_tokens.", "lm_head.", "shared_head.head.")),
-    ("router", (".mlp.gate.",)),
-    ("dense MLP", (".mlp.",)),
-    ("draft projection", (".eh_proj.",)),
-)
 _OTHER = "norms and other"
-KINDS = (*(kind for kind, _ in _KINDS), _OTHER)
+# By Hugging Face's names; of those that begin at the same place the first wins.
+_PATTERNS = {
+    ROUTED: r"\.mlp\.experts\.",
+    "shared experts": r"\.mlp\.shared_experts\.",
+    "attention": r"\.self_attn\.",
+    EMBEDDING: r"embed_tokens\.|lm_head\.|shared_head\.head\.",
+    "router": r"\.mlp\.gate\.",
+    "dense MLP": r"\.mlp\.",
+    "draft projection": r"\.eh_proj\.",
+}
+KINDS = (*_PATTERNS, _OTHER)
+_KIND = re.compile("|".join(f"({pattern})" for pattern in _PATTERNS.values()))
 _COMPANIONS = ("suh", "svh", "su", "sv", "mcg", "mul1", "signs", SCALE_FIELD)
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,6})\.")
 
@@ -79,20 +80,21 @@ class KindRow:
             bits = 8 * tensor.num_bytes / tensor.num_weights
             self.rates[bits] = self.rates.get(bits, 0) + tensor.count
 
+    def add_row(self, other: KindRow) -> None:
+        """Count in what `other` counted."""
+        self.num_tensors += other.num_tensors
+        self.num_bytes += other.num_bytes
+        self.num_weights += other.num_weights
+        self.trellis_bytes += other.trellis_bytes
+        self.trellis_weights += other.trellis_weights
+        for bits, count in other.rates.items():
+            self.rates[bits] = self.rates.get(bits, 0) + count
+
 
 def stored_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
     """The tensors of a checkpoint, in the order of their names."""
     infos = (checkpoint.info(name) for name in checkpoint.names())
     return [StoredTensor(info.name, info.nbytes, _num_weights(checkpoint, info)) for info in infos]
-
-
-def by_kind(tensors: Iterable[StoredTensor]) -> list[KindRow]:
-    """One row a kind that occurs, in a fixed order; the rows add up to all of `tensors`."""
-    rows: dict[str, KindRow] = {}
-    for tensor in tensors:
-        kind = kind_of(tensor.name)
-        rows.setdefault(kind, KindRow(kind)).add(tensor)
-    return sorted(rows.values(), key=lambda row: KINDS.index(row.kind))
 
 
 def by_layer(tensors: Iterable[StoredTensor]) -> list[KindRow]:
@@ -106,9 +108,18 @@ def by_layer(tensors: Iterable[StoredTensor]) -> list[KindRow]:
     )
 
 
+def by_kind(rows: Iterable[KindRow]) -> list[KindRow]:
+    """The rows of `by_layer` with all layers together, one row a kind, in a fixed order."""
+    totals: dict[str, KindRow] = {}
+    for row in rows:
+        totals.setdefault(row.kind, KindRow(row.kind)).add_row(row)
+    return sorted(totals.values(), key=lambda row: KINDS.index(row.kind))
+
+
 def kind_of(name: str) -> str:
     """The kind of tensor that `name` is, `norms and other` if it is none of the known ones."""
-    return next((kind for kind, keys in _KINDS if any(key in name for key in keys)), _OTHER)
+    match = _KIND.search(name)
+    return _OTHER if match is None or match.lastindex is None else KINDS[match.lastindex - 1]
 
 
 def layer_of(name: str) -> int | None:

@@ -114,12 +114,13 @@ def _bytes_by_dtype(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _totals(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
-    kinds = by_kind(tensors)
+    layers = by_layer(tensors)
+    kinds = by_kind(layers)
     return {
         "tensors": sum(row.num_tensors for row in kinds),
         "bytes": sum(row.num_bytes for row in kinds),
         "kinds": [_row(row) for row in kinds],
-        "layers": [{"layer": row.layer, **_row(row)} for row in by_layer(tensors)],
+        "layers": [{"layer": row.layer, **_row(row)} for row in layers],
     }
 
 
