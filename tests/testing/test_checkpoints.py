@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from exl3kit.testing.checkpoints import (
     write_r7,
     write_unaligned,
 )
+from exl3kit.testing.dense import write_dense_twin
 from exl3kit.testing.generate import make_rank_sliced
 from exl3kit.testing.tiny_configs import MODEL_TYPES, MOE_TYPES, MTP_TYPES, tiny_config_of
 
@@ -76,6 +78,21 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_kind_of_ordinary_file(tmp_path: Path, options: OrdinaryOptions) -> None:
     check(write_ordinary(tmp_path / "m", tiny_config_of("qwen3"), options), "ordinary")
+
+
+TWINS = {
+    "slices": lambda out: write_ordinary(out, tiny_config_of("qwen3"), OPTIONS["slices"]),
+    "row table": lambda out: write_ordinary(out, tiny_config_of("llama"), OPTIONS["row table"]),
+    "r7": lambda out: write_r7(out, tiny_config_of("qwen3_moe", num_experts=2)),
+    "fp8": lambda out: write_plain(out, tiny_config_of("llama"), fp8=True),
+}
+
+
+@pytest.mark.parametrize("write", TWINS.values(), ids=TWINS)
+def test_dense_twins_are_plain_and_complete(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    twin = write_dense_twin(write(tmp_path / "m"), tmp_path / "twin")
+    check(twin, "plain")
+    assert open_checkpoint(twin).tensor("model.layers.0.self_attn.q_proj.weight").std() > 0.01
 
 
 def test_biases_have_the_padded_length(tmp_path: Path) -> None:
