@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from exl3kit.checkpoint.inventory import stored_tensors
 from exl3kit.checkpoint.modules import dense_weight, exl3_parts
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.errors import CheckpointError
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.models.registry import model_map
-from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary
+from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary, write_unaligned
 from exl3kit.testing.tiny_configs import MODEL_TYPES, MTP_TYPES, tiny_config_of
 
 
@@ -135,6 +136,20 @@ def test_embedding_as_a_row_table(tmp_path: Path) -> None:
         checkpoint.exl3("model.embed_tokens")
     with pytest.raises(CheckpointError, match=r"lm_head\.signs"):
         checkpoint.row_table("lm_head")
+
+
+def test_ngram_tables_are_listed(tmp_path: Path) -> None:
+    """`ngram_embedding.safetensors` of 1.6.5, which no index names: rings of 160, no signs."""
+    path = write_ordinary(tmp_path / "m", tiny_config_of("llama"))
+    name = "model.ngram.shard_0"
+    table = {f"{name}.trellis": torch.zeros(7, 1 + 10 * 4, dtype=torch.int16)}
+    write_unaligned(path / "ngram_embedding.safetensors", table)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.row_tables() == [name] and checkpoint.bits == pytest.approx(3.1, abs=0.2)
+    (stored,) = [t for t in stored_tensors(checkpoint) if t.name.startswith(name)]
+    assert stored.num_weights == 7 * 160
+    with pytest.raises(CheckpointError, match=r"shard_0\.signs"):
+        checkpoint.row_table(name)
 
 
 def test_newer_version_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
