@@ -43,6 +43,17 @@ def test_inputs_are_the_same_for_ever(corpus: list[Path], tmp_path: Path) -> Non
     assert changed > 50
 
 
+def test_a_run_counts_outcomes_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes, failures = fuzz.run(3, range(4))
+    assert sum(outcomes.values()) == 4 and failures == []
+
+    def fail(*arguments: object) -> str:
+        raise fuzz.Failure(f"input {arguments[-1]}")
+
+    monkeypatch.setattr(fuzz, "run_input", fail)
+    assert fuzz.run(3, range(2)) == ({}, ["input 0", "input 1"])
+
+
 def bare(folder: Path) -> str:
     raise CheckpointError("wrong")
 

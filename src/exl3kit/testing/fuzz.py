@@ -127,7 +127,7 @@ def run_input(sources: list[Path], work: Path, seed: int, number: int) -> str:
     try:
         what = mutate(folder, random)
         return _use(folder)
-    except (Exception, RecursionError) as error:
+    except Exception as error:
         raise Failure(
             f"seed {seed}, input {number}: {source.name}: {what[:200]}: "
             f"{type(error).__name__}: {str(error)[:500]}"
@@ -211,7 +211,6 @@ STEPS: tuple[Callable[[Path], str], ...] = (_verify, _inspect_and_read)
 
 def run(seed: int, numbers: range) -> tuple[Counter[str], list[str]]:
     """Outcomes of the inputs `numbers` of `seed`, and the failures."""
-    logging.disable(logging.WARNING)  # thousands of stale indexes
     outcomes: Counter[str] = Counter()
     failures = []
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +236,10 @@ def main() -> int:
     if options.only is not None:
         numbers = range(options.only, options.only + 1)
     num_failures = 0
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+    quiet = (logging.WARNING,)  # thousands of stale indexes
+    with ProcessPoolExecutor(
+        options.jobs, get_context("spawn"), initializer=logging.disable, initargs=quiet
+    ) as pool:
         for seed in seeds:
             outcomes: Counter[str] = Counter()
             failures: list[str] = []
