@@ -36,7 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
         "R11",
         {"tp_size": 4, "moe_tp_size": 4},
         ValueError,
-        ["cut for 2", "runs 4", "--tp 4", "tp 2, 4, 8", "expert of its own"],
+        ["cut for 2", "runs 4", "--tp 4", "tp 2, 4, 8", "merge them where"],
     ),
     ("R11", {"tp_size": 1, "moe_tp_size": 1}, ValueError, ["cut for 2", "runs 1"]),
     ("R12", {"num_experts": 16}, ValueError, ["has 8", "has 16"]),

@@ -119,8 +119,9 @@ def test_decoded_slices_are_the_source_weights_within_the_rate(source: Path, don
     for projection in ("gate_proj", "up_proj", "down_proj"):
         name = f"model.layers.1.mlp.experts.2.{projection}.weight"
         error = decoded[name] - dense[name].float()
-        # 2 bits on Gaussian weights: 0.068 (mcg); LDLQ pays some weight error for output error.
-        assert error.square().mean() / dense[name].float().square().mean() < 0.12
+        # 2 bits on Gaussian weights: 0.068 (mcg). Error feedback pays weight error for output
+        # error, up to 0.119 here; another matrix, or ranks in the wrong order, gives about 2.
+        assert error.square().mean() / dense[name].float().square().mean() < 0.2
     for result in report.slices:
         assert 0 < result.proxy_error < 0.075, result.name
 

@@ -92,9 +92,9 @@ def _check_tp(manifest: RankSlicedManifest, layout: RuntimeLayout) -> None:
     raise SliceError(
         f"tp: the checkpoint is cut for {manifest.tp} ranks, the engine runs {layout.tp_size}; "
         f"start it with --tensor-parallel-size {manifest.tp}, or quantise the model again with "
-        f"--tp {layout.tp_size}. Without quantising again, slices can only be cut further, to "
-        f"tp {', '.join(map(str, finer))}, or each be run as an expert of its own; "
-        "they cannot be merged unless their hidden-side vectors are identical"
+        f"--tp {layout.tp_size}. Without quantising again, exl3kit slice cuts slices further, to "
+        f"tp {', '.join(map(str, finer))}, and merge them where their hidden-side vectors are "
+        "identical"
     )
 
 

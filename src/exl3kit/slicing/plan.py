@@ -169,9 +169,8 @@ def _check_equal(
             )
         raise SliceError(
             f"tensor {name!r} differs from {first!r}: slices that were quantised one by one cannot "
-            f"be joined. Serve the checkpoint as it is with a tensor-parallel size that divides "
-            f"{source.manifest.tp} (each slice then runs as an expert of its own), or quantise the "
-            f"model again with --tp {target.tp}"
+            f"be joined. Serve the checkpoint as it is with --tensor-parallel-size "
+            f"{source.manifest.tp}, or quantise the model again with --tp {target.tp}"
         )
 
 
