@@ -30,6 +30,7 @@ def test_opens(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert (checkpoint.dialect, checkpoint.tp, checkpoint.manifest) == ("r7", None, None)
     assert checkpoint.r7 == R7Manifest(1, 2, (3, 4, 5))
+    assert checkpoint.r7 is not None
     bits = r7_bits(checkpoint.r7, checkpoint.infos)
     assert len(bits) == 2 * 3 * 3
     assert [bits[1, 0, proj] for proj in ("gate_proj", "up_proj", "down_proj")] == [3, 4, 5]
