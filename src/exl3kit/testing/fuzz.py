@@ -63,7 +63,7 @@ _CLAIM = re.compile(
     r"expected|must|missing|truncated|not valid|not finite|cannot|claim|does not have|describes|"
     r"twice|nested|are in both|overlaps|hole|are also|no longer|of them|disagree|differ|stale|"
     r"not allowed|is not|not in|outside|no routed experts|unlike|constant|zero|needs|says|takes|"
-    r"values are|every word|neither|median|has [0-9]|beyond"
+    r"values are|every word|neither|median|has [0-9]|beyond|got "
 )
 
 
