@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -171,7 +172,8 @@ def _inspect_and_read(folder: Path) -> str:
     readers = [(checkpoint.exl3, checkpoint.exl3_prefixes())]
     readers += [(checkpoint.row_table, checkpoint.row_tables())]
     readers += [(lambda m: dense_weight(checkpoint, m), ["model.layers.0.self_attn.o_proj"])]
-    readers += [(lambda _: plan_summary(checkpoint_summary(checkpoint)[0], _PLAN), ["the plan"])]
+    plan = replace(_PLAN, tp=checkpoint.tp or 1)
+    readers += [(lambda _: plan_summary(checkpoint_summary(checkpoint)[0], plan), ["the plan"])]
     outcome = "accepted"
     for read, names in readers:
         for name in names:
