@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,8 +121,8 @@ def test_decoded_slices_are_the_source_weights_within_the_rate(source: Path, don
         name = f"model.layers.1.mlp.experts.2.{projection}.weight"
         error = decoded[name] - dense[name].float()
         # 2 bits on Gaussian weights: 0.068 (mcg). Error feedback pays weight error for output
-        # error, up to 0.119 here; another matrix, or ranks in the wrong order, gives about 2.
-        assert error.square().mean() / dense[name].float().square().mean() < 0.2
+        # error: 0.111 to 0.120 here. Another matrix, or ranks in the wrong order, gives about 2.
+        assert error.square().mean() / dense[name].float().square().mean() < 0.125
     for result in report.slices:
         assert 0 < result.proxy_error < 0.075, result.name
 
@@ -303,10 +304,8 @@ def test_output_folder_must_be_new(source: Path, tmp_path: Path) -> None:
 def test_full_disk_is_refused_before_work(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from exl3kit.quantize import preflight
-
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match="bytes of disk, 1000 are free"):
         quantize_checkpoint(source, tmp_path / "out", OPTIONS)
     assert not (tmp_path / "out").exists()

@@ -146,7 +146,7 @@ def make_manifest(
 def find_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The `hybrid_tr3_tail` of a config or of the text config nested in it; both must be equal.
 
-    None when there is none, or when its `format` is another one than this file reads.
+    None when there is none; CheckpointError for a `format` other than the one this file reads.
     """
     nested = config.get("text_config")
     inner = nested.get(BLOCK_KEY) if isinstance(nested, Mapping) else None

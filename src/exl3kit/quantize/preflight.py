@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from exl3kit.checkpoint.atomic import check_free_space
 from exl3kit.checkpoint.manifest import MAX_BITS, MIN_BITS
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.checkpoint.open import PLAIN
@@ -188,11 +188,7 @@ def _check_disk(checkpoint: Checkpoint, out: Path, plan: JobPlan) -> None:
     """Room for the output and for the shard that the writer spools."""
     needed = _output_bytes(checkpoint, plan)
     needed += min(needed, DEFAULT_SHARD_BYTES)
-    free = shutil.disk_usage(next(p for p in (out, *out.absolute().parents) if p.exists())).free
-    if free < needed:
-        raise CheckpointError(
-            f"{out}: the output needs about {needed} bytes of disk, {free} are free"
-        )
+    check_free_space(out, needed)
 
 
 def _output_bytes(checkpoint: Checkpoint, plan: JobPlan) -> int:
