@@ -34,7 +34,7 @@ DEFAULT_PROMPT = "What is a lighthouse?"
 SERVER_START_SECONDS = 240
 
 # Two ranks on two cores: without the three thread settings they wait for each other spinning and
-# decode at 1.4 tokens/s instead of 12. The rest keeps vLLM offline and its KV cache at 1 GiB.
+# decode far slower. The rest keeps vLLM offline and its KV cache at 1 GiB.
 SERVER_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
