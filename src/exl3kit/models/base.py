@@ -49,6 +49,11 @@ class ModelMap(Protocol):
     """One model of a known architecture, read from its config.json."""
 
     @property
+    def vocab_size(self) -> int:
+        """V, rows of the embedding and of the head."""
+        ...
+
+    @property
     def hidden_size(self) -> int:
         """H, width of the residual stream."""
         ...
