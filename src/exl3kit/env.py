@@ -51,3 +51,20 @@ def cxx() -> str | None:
             )
         return found
     return shutil.which("g++")
+
+
+def _switch(name: str) -> bool:
+    value = (_read(name) or "0").lower()
+    if value not in ("0", "1"):
+        raise UnsupportedError(f"{name}: expected 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def jit_verbose() -> bool:
+    """EXL3KIT_JIT_VERBOSE: log every CUDA kernel that is compiled, with time and registers."""
+    return _switch("EXL3KIT_JIT_VERBOSE")
+
+
+def jit_forbid() -> bool:
+    """EXL3KIT_JIT_FORBID: a CUDA kernel that the cache lacks is an error, not a compile."""
+    return _switch("EXL3KIT_JIT_FORBID")

@@ -28,3 +28,7 @@ class UnsupportedError(Exl3Error, NotImplementedError):
 
 class CompileError(Exl3Error, RuntimeError):
     """A kernel did not compile; the message carries the compiler's output."""
+
+
+class MissingKernelError(Exl3Error, RuntimeError):
+    """Compiling was forbidden and the cache lacks the kernel; the message names its spec."""

@@ -37,7 +37,10 @@ ORDER: list[str] = [
 ]
 # Where a third-party package may be imported, besides torch, numpy and safetensors.
 ALLOWED = {
+    "cuda": ("jit",),
     "tokenizers": ("quantize", "evaluate"),
+    "jinja2": ("quantize",),
+    "matplotlib": ("quantize", "evaluate"),
     "typer": ("cli",),
     "rich": ("cli",),
     "vllm": ("integrations",),

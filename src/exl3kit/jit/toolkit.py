@@ -1,0 +1,60 @@
+"""The parts of CUDA that come from wheels: cuda-core, NVRTC, the toolkit's headers.
+
+They are imported at first use, so that everything else works without the `cuda` extra. NVRTC
+and headers need no GPU; only a launch loads the driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+from pathlib import Path
+from typing import Any
+
+from exl3kit.errors import CompileError
+
+# Headers of the CUDA toolkit the kernels may include; each reads the .hpp beside it.
+HEADERS = ("cuda_fp16.h", "cuda_bf16.h")
+_INSTALL = "pip install 'exl3kit[cuda]'"
+
+
+def cuda_module(name: str) -> Any:
+    """A module of the `cuda` namespace ("cuda.core"); CompileError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CompileError(f"CUDA kernels: expected {name}, got {error}; {_INSTALL}") from error
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    """Version of the NVRTC library in use, "13.0"; CompileError where there is none."""
+    try:
+        status, major, minor = cuda_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except RuntimeError as error:
+        raise CompileError(f"CUDA kernels: expected NVRTC, got {error}; {_INSTALL}") from error
+    if int(status):
+        raise CompileError(f"NVRTC: expected its version, got {status.name}")
+    return f"{major}.{minor}"
+
+
+@functools.cache
+def header_folder() -> Path:
+    """Folder of cuda_fp16.h: the nvidia-cuda-runtime wheel's, conda's, or CUDA_HOME's."""
+    found = cuda_module("cuda.pathfinder").find_nvidia_header_directory("cudart")
+    if found is None or not (Path(found) / HEADERS[0]).is_file():
+        raise CompileError(
+            f"CUDA headers: expected a folder with {HEADERS[0]}, got {found}; {_INSTALL}"
+        )
+    return Path(found)
+
+
+@functools.cache
+def header_digest() -> str:
+    """sha256 over the toolkit headers that kernels may include."""
+    digest = hashlib.sha256()
+    for name in HEADERS:
+        path = header_folder() / name
+        digest.update(path.read_bytes() + path.with_suffix(".hpp").read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,19 @@
+// What every device header starts from: fixed-width integers, which NVRTC has no header for, and the
+// qualifiers under which the same text compiles for the host (tests compare it with the oracle).
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+#define EXL3_DEVICE __device__ __forceinline__
+#else
+#include <cstdint>
+#include <cstring>
+#define EXL3_DEVICE inline
+#endif
