@@ -22,7 +22,6 @@ from exl3kit.checkpoint.shard import Entry
 from exl3kit.errors import CheckpointError
 
 _MAX_OPEN = 128  # of the 1024 descriptors a process may have
-_MAX_WHOLE = 16  # slices joined at most; an expert's trellis has a few MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,11 @@ def joined(name: str, axis: int, cuts: Sequence[tuple[TensorInfo, int, int]]) ->
 
 
 class PieceReader:
-    """Reads the bytes of planned tensors; keeps files open, and the last tensors read whole."""
+    """Reads the bytes of planned tensors; keeps files open, and the tensors read whole last.
+
+    Those are the sources of one planned tensor, an expert's trellis of a few MB as a rule. Their
+    buffers are used again and again: pages fresh from the kernel cost as much as the read.
+    """
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, int] = OrderedDict()
@@ -73,7 +76,7 @@ class PieceReader:
         column = 0
         for piece in tensor.pieces:
             width = piece.stop - piece.start
-            source = self._whole(piece.info).reshape(tensor.rows, -1)
+            source = self._whole(piece.info, len(tensor.pieces)).reshape(tensor.rows, -1)
             out[:, column : column + width] = source[first:stop, piece.start : piece.stop]
             column += width
 
@@ -101,14 +104,20 @@ class PieceReader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def _whole(self, info: TensorInfo) -> np.ndarray:
-        if info not in self._wholes:
-            data = np.empty(info.nbytes, np.uint8)
+    def _whole(self, info: TensorInfo, most: int) -> np.ndarray:
+        """All bytes of a stored tensor; at most `most` tensors are kept."""
+        data = self._wholes.pop(info, None)
+        if data is None:
+            spare = None
+            while len(self._wholes) >= most:
+                _, spare = self._wholes.popitem(last=False)
+            if spare is not None and len(spare) == info.nbytes:
+                data = spare
+            else:
+                data = np.empty(info.nbytes, np.uint8)
             self.read_into(data.data, info, info.start)
-            self._wholes[info] = data
-            if len(self._wholes) > _MAX_WHOLE:
-                self._wholes.popitem(last=False)
-        return self._wholes[info]
+        self._wholes[info] = data  # the last in order: the first to go is the one used longest ago
+        return data
 
     def _file(self, path: Path) -> int:
         if path in self._files:

@@ -22,7 +22,7 @@ from exl3kit.slicing.plan import SliceOptions, SlicePlan, plan_slice
 
 SOURCE_QUANTIZATION_KEY = "source_quantization_config"
 
-_MIN_SHARD_BYTES = 2**28
+_MIN_SHARD_BYTES = 2**26
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
@@ -83,7 +83,7 @@ def slice_checkpoint(
 
 def _shard_bytes(total: int) -> int:
     """Enough shards to write several at once, by size alone: the same input, the same files."""
-    return min(max(total // 8, _MIN_SHARD_BYTES), DEFAULT_SHARD_BYTES)
+    return min(max(total // 16, _MIN_SHARD_BYTES), DEFAULT_SHARD_BYTES)
 
 
 def output_config(plan: SlicePlan) -> dict[str, Any]:
