@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from exl3kit.errors import CheckpointError
-from exl3kit.quantize.calibration import TextError, encode_text, read_text, token_rows
+from exl3kit.quantize.calibration import (
+    TextError,
+    calibration_rows,
+    draw_rows,
+    encode_text,
+    token_windows,
+)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -47,38 +53,43 @@ def test_bad_tokenizer_file_is_named(tmp_path: Path, content: str | None) -> Non
 
 
 def test_rows_are_windows_in_text_order_and_depend_on_the_seed_only() -> None:
-    tokens = torch.arange(1000)
-    rows = token_rows(tokens, 8, 10, seed=1)
+    windows = token_windows(torch.arange(1000), 10)
+    rows = draw_rows(windows, 8, seed=1)
     assert rows.shape == (8, 10)
     starts = rows[:, 0]
     assert torch.equal(rows, starts[:, None] + torch.arange(10))
     assert torch.equal(starts, starts.sort().values)
     assert (starts % 10 == 0).all()
     assert starts.max() > 500
-    assert torch.equal(rows, token_rows(tokens, 8, 10, seed=1))
-    assert not torch.equal(rows, token_rows(tokens, 8, 10, seed=2))
+    assert torch.equal(rows, draw_rows(windows, 8, seed=1))
+    assert not torch.equal(rows, draw_rows(windows, 8, seed=2))
 
 
 def test_short_text_fills_fewer_rows() -> None:
-    assert token_rows(torch.arange(25), 8, 10, seed=0).tolist() == [
-        list(range(10)),
-        list(range(10, 20)),
-    ]
+    windows = token_windows(torch.arange(25), 10)
+    assert windows.tolist() == [list(range(10)), list(range(10, 20))]
+    assert torch.equal(draw_rows(windows, 8, seed=0), windows)
 
 
-@pytest.mark.parametrize(
-    ("length", "rows", "cols", "words"),
-    [(9, 4, 10, "9 tokens, expected at least one row of 10"), (9, 0, 3, "rows"), (9, 1, 0, "cols")],
-)
-def test_rows_that_cannot_be_filled(length: int, rows: int, cols: int, words: str) -> None:
-    with pytest.raises(TextError, match=words):
-        token_rows(torch.arange(length), rows, cols, seed=0)
+def test_files_share_the_rows_and_no_row_spans_two(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file, word, count in zip(files, ("w1", "w2"), (22, 41), strict=True):
+        file.write_text(f"{word} " * count)
+    found = calibration_rows(tmp_path, 10, files, rows=8, cols=10)
+    assert found.texts == ("a.txt", "b.txt")
+    assert found.rows.tolist() == [[1] * 10] * 2 + [[2] * 10] * 4
+    with pytest.raises(TextError, match=r"a\.txt: 22 tokens, expected at least one row of 30"):
+        calibration_rows(tmp_path, 10, files, rows=8, cols=30)
 
 
-def test_text_that_is_not_utf8_names_the_byte(tmp_path: Path) -> None:
-    path = tmp_path / "latin.txt"
-    path.write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(TextError, match=r"latin\.txt: byte 3: expected UTF-8 text, got 0xe9"):
-        read_text(path)
-    with pytest.raises(TextError, match="absent"):
-        read_text(tmp_path / "absent.txt")
+def test_no_file_is_the_bundled_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    found = calibration_rows(tmp_path, 10, rows=2, cols=7)
+    assert (found.texts, found.rows.shape) == (("bundled",), (2, 7))
+
+
+@pytest.mark.parametrize(("rows", "cols", "words"), [(0, 3, "rows"), (1, 0, "cols")])
+def test_counts_below_one(tmp_path: Path, rows: int, cols: int, words: str) -> None:
+    with pytest.raises(TextError, match=f"calibration {words}: expected at least 1, got 0"):
+        calibration_rows(tmp_path, 10, rows=rows, cols=cols)

@@ -25,7 +25,8 @@ def evaluate(
 
     from exl3kit.checkpoint.open import open_checkpoint
     from exl3kit.evaluate.perplexity import perplexity
-    from exl3kit.quantize.calibration import bundled_text, read_text
+    from exl3kit.quantize.calibration import bundled_text
+    from exl3kit.quantize.documents import read_text
 
     opened = open_checkpoint(checkpoint)
     content = bundled_text() if text is None else read_text(text)

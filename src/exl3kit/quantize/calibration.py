@@ -1,12 +1,14 @@
 """Calibration text to token rows: the model's own tokenizer.json, fixed rows, chosen by a seed.
 
-The text is encoded as one stream without special tokens and cut into windows of `cols` tokens that
-do not overlap; when there are more than `rows`, a seeded draw picks which, so the rows spread over
-the whole text instead of its beginning.
+A text is encoded as one stream without special tokens and cut into windows of `cols` tokens that do
+not overlap; when all texts together have more than `rows`, a seeded draw picks which, so the rows
+spread over all of the text instead of its beginning.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -14,35 +16,56 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from exl3kit.errors import CheckpointError, Exl3Error
+from exl3kit.errors import CheckpointError
 from exl3kit.log import get_logger
+from exl3kit.quantize.documents import TextError, read_documents
 
 _log = get_logger(__name__)
 
 DEFAULT_ROWS = 64
 DEFAULT_COLS = 512
+BUNDLED = "bundled"  # the name of the package's own text in metadata
+# Characters of JSON lines read for each token wanted: of English eight times what it takes, so the
+# draw has a choice, and encoding a dataset of gigabytes (0.6 MB/s a core) stays out of it.
+_CHARS_READ = 32
 
 
-class TextError(Exl3Error, ValueError):
-    """A text, or the token rows made from it, cannot be used; the message names the file."""
+@dataclass(frozen=True)
+class Calibration:
+    """Token `rows` (R, cols) int64, and the names of the texts they were drawn from."""
+
+    rows: Tensor
+    texts: tuple[str, ...]
+
+
+def calibration_rows(
+    model: Path,
+    vocab_size: int,
+    files: Sequence[Path] = (),
+    rows: int = DEFAULT_ROWS,
+    cols: int = DEFAULT_COLS,
+    seed: int = 0,
+    text_field: str | None = None,
+) -> Calibration:
+    """Rows for the model folder `model`, drawn from all `files` together, the bundled text if none.
+
+    A file is UTF-8 text or JSON lines (see `documents`, also for `text_field`). Every file has
+    windows in proportion to its length; no window spans two files. TextError names a file that
+    cannot be read or fills no window, CheckpointError a tokenizer or chat template that is missing.
+    """
+    _check_counts(rows, cols)
+    limit = rows * cols * _CHARS_READ
+    texts = [(f.name, read_documents(f, model, text_field, limit, seed)) for f in files]
+    windows = []
+    for name, text in texts or [(BUNDLED, bundled_text())]:
+        windows.append(token_windows(encode_text(text, model, vocab_size), cols, name))
+    names = tuple(name for name, _ in texts) or (BUNDLED,)
+    return Calibration(draw_rows(torch.cat(windows), rows, seed, ", ".join(names)), names)
 
 
 def bundled_text() -> str:
     """The calibration text that ships with the package (origin in data/ORIGIN.md)."""
     return resources.files("exl3kit").joinpath("data/calibration.txt").read_text("utf-8")
-
-
-def read_text(path: Path) -> str:
-    """The content of a UTF-8 text file; TextError names the first byte that is not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise TextError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TextError(
-            f"{path}: byte {error.start}: expected UTF-8 text, "
-            f"got 0x{error.object[error.start]:02x}; convert it, e.g. with iconv -t utf-8"
-        ) from error
 
 
 def encode_text(text: str, folder: Path, vocab_size: int) -> Tensor:
@@ -67,22 +90,23 @@ def encode_text(text: str, folder: Path, vocab_size: int) -> Tensor:
     return ids
 
 
-def token_rows(tokens: Tensor, rows: int, cols: int, seed: int, name: str = "text") -> Tensor:
-    """Up to `rows` windows of `cols` tokens out of tokens (N,), in text order: (R, cols) int64.
+def token_windows(tokens: Tensor, cols: int, name: str = "text") -> Tensor:
+    """All windows of `cols` tokens, in text order, out of tokens (N,): (N // cols, cols) int64.
 
-    The same tokens and seed give the same rows. `name` is the text's name in messages. TextError
-    when not even one row can be filled or a count is not positive.
+    TextError, with the text's `name`, when not even one can be filled.
     """
-    for label, value in (("rows", rows), ("cols", cols)):
-        if value < 1:
-            raise TextError(f"calibration {label}: expected at least 1, got {value}")
     available = len(tokens) // cols
     if available == 0:
         raise TextError(
             f"{name}: {len(tokens)} tokens, expected at least one row of {cols}; "
             "give a longer text or fewer columns"
         )
-    windows = tokens[: available * cols].view(available, cols)
+    return tokens[: available * cols].view(available, cols)
+
+
+def draw_rows(windows: Tensor, rows: int, seed: int, name: str = "text") -> Tensor:
+    """Up to `rows` of the windows (N, cols), in text order; the same seed gives the same rows."""
+    available = len(windows)
     if available <= rows:
         if available < rows:
             _log.info("%s fills %d of %d calibration rows", name, available, rows)
@@ -90,3 +114,9 @@ def token_rows(tokens: Tensor, rows: int, cols: int, seed: int, name: str = "tex
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(available, generator=generator)[:rows].sort().values
     return windows[chosen]
+
+
+def _check_counts(rows: int, cols: int) -> None:
+    for label, value in (("rows", rows), ("cols", cols)):
+        if value < 1:
+            raise TextError(f"calibration {label}: expected at least 1, got {value}")

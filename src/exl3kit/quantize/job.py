@@ -23,7 +23,7 @@ from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.log import get_logger
 from exl3kit.models import glm4_moe_block as block
 from exl3kit.models.module_weights import ModuleWeights
-from exl3kit.quantize.calibration import bundled_text, encode_text, read_text, token_rows
+from exl3kit.quantize.calibration import calibration_rows
 from exl3kit.quantize.experts import ExpertJob, quantize_layer, quantize_layer_blind
 from exl3kit.quantize.hessian import Coverage, require_finite
 from exl3kit.quantize.output import output_config
@@ -70,11 +70,10 @@ def quantize_checkpoint(
 
 def _rows(checkpoint: Checkpoint, plan: JobPlan, calibration: Path | None) -> tuple[Tensor, str]:
     """Calibration rows (R, cols) and the name their text goes by in metadata."""
-    text = bundled_text() if calibration is None else read_text(calibration)
-    name = "bundled" if calibration is None else calibration.name
-    tokens = encode_text(text, checkpoint.path, plan.config.vocab_size)
-    options = plan.options
-    return token_rows(tokens, options.rows, options.cols, options.seed, name), name
+    options, files = plan.options, () if calibration is None else (calibration,)
+    where, vocab_size = checkpoint.path, plan.config.vocab_size
+    found = calibration_rows(where, vocab_size, files, options.rows, options.cols, options.seed)
+    return found.rows, ", ".join(found.texts)
 
 
 class _Run:
