@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,30 @@ def test_damaged_entry_is_a_miss(tiny: Path, damage: str) -> None:
     assert build() == path
     assert answer(path) == 1
     assert sorted(file.name for file in path.parent.iterdir()) == [cpu.LIBRARY, cpu.DIGEST]
+
+
+NO_LIBRARY = b"no ELF file"
+
+
+def test_entry_that_does_not_load_is_a_miss(tiny: Path) -> None:
+    """Its digest is right, so only the loader can tell."""
+    path = build()
+    path.write_bytes(NO_LIBRARY)
+    (path.parent / cpu.DIGEST).write_text(hashlib.sha256(NO_LIBRARY).hexdigest())
+    library = cpu.cpu_library()
+    assert library is not None and library.exl3_cpu_isa_max() == 1
+    assert path.read_bytes() != NO_LIBRARY
+
+
+def test_library_that_never_loads_is_one_clear_error(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_nothing(compiler: str, work: Path) -> None:
+        (work / cpu.LIBRARY).write_bytes(NO_LIBRARY)
+
+    monkeypatch.setattr(cpu, "_compile", compile_nothing)
+    with pytest.raises(CompileError, match=r"libexl3kit_cpu\.so: .*ELF.*EXL3KIT_CACHE_DIR"):
+        cpu.cpu_library()
 
 
 def test_two_processes_at_once(tiny: Path) -> None:

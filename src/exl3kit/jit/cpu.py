@@ -52,7 +52,8 @@ _log = get_logger(__name__)
 def cpu_library() -> ctypes.CDLL | None:
     """The kernel library, built if the cache has none; None after one warning without a compiler.
 
-    Raises CompileError, with the compiler's output, when a compiler is there and fails.
+    Raises CompileError, with the compiler's output, when a compiler is there and fails, or when
+    what it has just made cannot be loaded.
     """
     compiler = env.cxx()
     if compiler is None:
@@ -63,7 +64,19 @@ def cpu_library() -> ctypes.CDLL | None:
             "install g++ or set EXL3KIT_CXX",
         )
         return None
-    return ctypes.CDLL(str(library_path(compiler)))
+    path = library_path(compiler)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # damaged with its digest, or of another C library: a miss like any other
+        (path.parent / DIGEST).unlink(missing_ok=True)
+    path = library_path(compiler)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompileError(
+            f"{path}: expected a library that loads, got {error}; where the file system allows no "
+            "programs (noexec), set EXL3KIT_CACHE_DIR to a folder that does"
+        ) from error
 
 
 @functools.cache
