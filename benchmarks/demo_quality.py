@@ -28,7 +28,7 @@ from torch import Tensor
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.evaluate.perplexity import perplexity
-from exl3kit.models import glm4_moe_block as block
+from exl3kit.models.forward import forward_model
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.quantize.calibration import encode_text
 from exl3kit.quantize.experts import ExpertJob
@@ -74,16 +74,16 @@ class ScaleCost:
 @torch.inference_mode()
 def log_probabilities(checkpoint: Checkpoint, text: str) -> Tensor:
     """Of the next token, (WINDOWS, WINDOW, V)."""
-    config = block.ForwardConfig.from_config(checkpoint.config)
-    tokens = encode_text(text, checkpoint.path, config.vocab_size)
+    model = forward_model(checkpoint.config)
+    tokens = encode_text(text, checkpoint.path, model.vocab_size)
     tokens = tokens[: WINDOWS * WINDOW].view(WINDOWS, WINDOW)
     weights = ModuleWeights(checkpoint)
-    x = block.embed(tokens, weights["model.embed_tokens.weight"])
-    for layer in range(config.num_hidden_layers):
+    x = model.embed(tokens, weights["model.embed_tokens.weight"])
+    for layer in range(model.num_hidden_layers):
         own = ModuleWeights(checkpoint, f"model.layers.{layer}.")
-        x = block.decoder_layer(x, own, config, layer)
+        x = model.decoder_layer(x, own, layer)
     norm, head = weights["model.norm.weight"], weights["lm_head.weight"]
-    return block.logits(x, norm, head, config).log_softmax(-1)
+    return model.logits(x, norm, head).log_softmax(-1)
 
 
 def measure(bits: int, seed: int, text: str, base: Tensor, base_perplexity: float) -> Case:

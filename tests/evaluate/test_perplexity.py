@@ -62,7 +62,7 @@ def test_text_shorter_than_a_window_is_refused(tiny: Checkpoint) -> None:
 
 def test_other_architectures_are_refused(tiny: Checkpoint) -> None:
     other = Checkpoint(
-        tiny.path, {**tiny.config, "architectures": ["LlamaForCausalLM"]}, "plain", tiny.infos, None
+        tiny.path, {**tiny.config, "architectures": ["OlmoForCausalLM"]}, "plain", tiny.infos, None
     )
-    with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
+    with pytest.raises(UnsupportedError, match="OlmoForCausalLM"):
         perplexity(other, TEXT)

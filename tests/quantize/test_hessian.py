@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exl3kit.errors import CheckpointError
-from exl3kit.models.glm4_moe_block import gated_activation
+from exl3kit.models.forward import gated_activation
 from exl3kit.quantize import hessian
 from exl3kit.quantize.hessian import Coverage, LayerHessians, require_finite, second_moment
 

@@ -232,7 +232,7 @@ def _set(**keys: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], Non
 @pytest.mark.parametrize(
     ("change", "options", "error", "words"),
     [
-        (_set(architectures=["LlamaForCausalLM"]), {}, UnsupportedError, "LlamaForCausalLM"),
+        (_set(architectures=["OlmoForCausalLM"]), {}, UnsupportedError, "OlmoForCausalLM"),
         (
             _set(first_k_dense_replace=2),
             {},

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exl3kit.models import glm4_moe_block as block
+from exl3kit.models.forward import Carry, ForwardModel, forward_model
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.quantize.calibration import TextError, encode_text
 
@@ -47,18 +47,19 @@ def perplexity(
 
     `window` is in tokens; a tail shorter than a window is left out. `progress` is given the layers
     done and their total. Raises TextError when the text is shorter than one window and
-    UnsupportedError for an architecture other than Glm4MoeForCausalLM.
+    UnsupportedError for an architecture without a forward pass.
     """
-    config = block.ForwardConfig.from_config(checkpoint.config)
-    tokens = _windows(encode_text(text, checkpoint.path, config.vocab_size), window)
+    model = forward_model(checkpoint.config)
+    tokens = _windows(encode_text(text, checkpoint.path, model.vocab_size), window)
     weights = ModuleWeights(checkpoint)
-    x = block.embed(tokens, weights["model.embed_tokens.weight"])
-    for layer in range(config.num_hidden_layers):
+    x = model.embed(tokens, weights["model.embed_tokens.weight"])
+    carry = Carry()
+    for layer in range(model.num_hidden_layers):
         layer_weights = ModuleWeights(checkpoint, f"model.layers.{layer}.")
-        x = block.decoder_layer(x, layer_weights, config, layer)
+        x = model.decoder_layer(x, layer_weights, layer, carry)
         if progress is not None:
-            progress(layer + 1, config.num_hidden_layers)
-    nll = _mean_nll(x, tokens, weights, config)
+            progress(layer + 1, model.num_hidden_layers)
+    nll = _mean_nll(x, tokens, weights, model)
     return Perplexity(math.exp(nll), nll, tokens[:, 1:].numel(), len(tokens), window)
 
 
@@ -74,9 +75,7 @@ def _windows(tokens: Tensor, window: int) -> Tensor:
     return tokens[: count * window].view(count, window)
 
 
-def _mean_nll(
-    x: Tensor, tokens: Tensor, weights: ModuleWeights, config: block.ForwardConfig
-) -> float:
+def _mean_nll(x: Tensor, tokens: Tensor, weights: ModuleWeights, model: ForwardModel) -> float:
     """Mean cross entropy in nats, one window's logits at a time."""
     # Presence decides, not the tie flag: files exist that say tied and hold a head of their own.
     has_head = any(name.startswith("lm_head.") for name in weights)
@@ -84,6 +83,6 @@ def _mean_nll(
     norm = weights["model.norm.weight"]
     total = 0.0
     for hidden, row in zip(x, tokens, strict=True):
-        logits = block.logits(hidden[:-1], norm, head, config)[:, : config.vocab_size]
+        logits = model.logits(hidden[:-1], norm, head)
         total += float(F.cross_entropy(logits, row[1:], reduction="sum").double())
     return total / tokens[:, 1:].numel()

@@ -19,7 +19,7 @@ from torch import Tensor
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.format.spec import Codebook
 from exl3kit.format.tensors import Exl3Tensor
-from exl3kit.models import glm4_moe_block as block
+from exl3kit.models.forward import ForwardModel, Weights, gated_activation
 from exl3kit.quantize.hessian import UNCALIBRATED, Coverage, ExpertHessians, LayerHessians
 from exl3kit.quantize.report import SliceResult, slice_name
 from exl3kit.quantize.scale import search_scale
@@ -42,7 +42,7 @@ class ExpertJob:
     seed: int
     emit: Callable[[Exl3Tensor, SliceResult], None]
 
-    def scales(self, weights: block.Weights, num_experts: int) -> dict[str, float]:
+    def scales(self, weights: Weights, num_experts: int) -> dict[str, float]:
         """The g of each projection of a layer, from slices of a few experts spread over it."""
         step = -(-num_experts // _SCALE_EXPERTS)
         scales = {}
@@ -110,7 +110,7 @@ def _cut_dim(projection: str) -> int:
     return 0 if projection == "down_proj" else 1
 
 
-def _dense(weights: block.Weights, expert: int, projection: str) -> Tensor:
+def _dense(weights: Weights, expert: int, projection: str) -> Tensor:
     return weights[f"mlp.experts.{expert}.{projection}.weight"]
 
 
@@ -118,31 +118,29 @@ def quantize_layer(
     job: ExpertJob,
     layer: int,
     tokens: Tensor,
-    weights: block.Weights,
-    config: block.ForwardConfig,
+    weights: Weights,
+    model: ForwardModel,
 ) -> Tensor:
     """Quantise all routed experts of `layer` on its input tokens (T, H).
 
     Returns what the quantised experts make of those tokens, (T, H): the routed sum that the next
     layer is calibrated on.
     """
-    routing = block.route(tokens, weights, config)
+    routing = model.route(tokens, weights)
     hessians = LayerHessians(f"model.layers.{layer}", tokens)
-    scales = job.scales(weights, config.n_routed_experts)
+    scales = job.scales(weights, model.num_experts)
     out = torch.zeros_like(tokens)
-    for expert, index, weight in routing.by_expert(config.n_routed_experts):
+    for expert, index, weight in routing.by_expert(model.num_experts):
         dense = {p: _dense(weights, expert, p) for p in PROJECTIONS}
         inputs = tokens.index_select(0, index)
         own = hessians.of(expert, dense["gate_proj"], dense["up_proj"], inputs)
         decoded = job.quantize(layer, expert, dense, own, scales)
-        activation = block.gated_activation(inputs, decoded["gate_proj"], decoded["up_proj"])
+        activation = gated_activation(inputs, decoded["gate_proj"], decoded["up_proj"])
         out.index_add_(0, index, F.linear(activation, decoded["down_proj"]) * weight[:, None])
     return out
 
 
-def quantize_layer_blind(
-    job: ExpertJob, layer: int, weights: block.Weights, num_experts: int
-) -> None:
+def quantize_layer_blind(job: ExpertJob, layer: int, weights: Weights, num_experts: int) -> None:
     """Quantise all routed experts of a layer that is not calibrated (MTP): no error feedback."""
     scales = job.scales(weights, num_experts)
     for expert in range(num_experts):

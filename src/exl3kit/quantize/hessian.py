@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from exl3kit.errors import CheckpointError
-from exl3kit.models import glm4_moe_block as block
+from exl3kit.models.forward import gated_activation
 
 _PRIOR = 2  # n0 in units of the width
 _SAMPLE = 2048  # of a layer's tokens that every expert is run on for its down Hessian
@@ -85,7 +85,7 @@ class LayerHessians:
         """
         moments: list[Tensor] = []
         for tokens in (inputs, self._sample):
-            activation = block.gated_activation(tokens, gate, up)
+            activation = gated_activation(tokens, gate, up)
             require_finite(activation, f"{self._name}.mlp.experts.{expert}: activation")
             moments.append(second_moment(activation))
         count = len(inputs)

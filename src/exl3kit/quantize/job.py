@@ -21,7 +21,7 @@ from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.checkpoint.writer import CheckpointWriter
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.log import get_logger
-from exl3kit.models import glm4_moe_block as block
+from exl3kit.models.forward import Carry
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.quantize.calibration import calibration_rows
 from exl3kit.quantize.experts import ExpertJob, quantize_layer, quantize_layer_blind
@@ -71,7 +71,7 @@ def quantize_checkpoint(
 def _rows(checkpoint: Checkpoint, plan: JobPlan, calibration: Path | None) -> tuple[Tensor, str]:
     """Calibration rows (R, cols) and the name their text goes by in metadata."""
     options, files = plan.options, () if calibration is None else (calibration,)
-    where, vocab_size = checkpoint.path, plan.config.vocab_size
+    where, vocab_size = checkpoint.path, plan.forward.vocab_size
     found = calibration_rows(where, vocab_size, files, options.rows, options.cols, options.seed)
     return found.rows, ", ".join(found.texts)
 
@@ -94,34 +94,35 @@ class _Run:
 
     def quantize(self, rows: Tensor, text_name: str) -> QuantizeReport:
         """Run all layers on token rows (R, cols)."""
-        config, names = self._plan.config, _names_by_layer(self._checkpoint.names())
+        model, names = self._plan.forward, _names_by_layer(self._checkpoint.names())
         embedding = "model.embed_tokens.weight"
         self._copy([embedding])
-        x = block.embed(rows, self._checkpoint.tensor(embedding))
-        for layer in range(config.num_hidden_layers):
+        x = model.embed(rows, self._checkpoint.tensor(embedding))
+        carry = Carry()
+        for layer in range(model.num_hidden_layers):
             self._copy(names.pop(layer, []))
-            x = self._layer(x, layer)
+            x = self._layer(x, layer, carry)
         self._copy(name for name in names.pop(None) if name != embedding)
         for layer in sorted(key for key in names if key is not None):
             self._copy(names[layer])
             if layer in self._plan.quantized_layers:
                 weights = ModuleWeights(self._checkpoint, f"model.layers.{layer}.")
-                quantize_layer_blind(self._experts, layer, weights, config.n_routed_experts)
+                quantize_layer_blind(self._experts, layer, weights, model.num_experts)
         return QuantizeReport(tuple(self._slices), self._calibration(rows, text_name))
 
-    def _layer(self, x: Tensor, layer: int) -> Tensor:
+    def _layer(self, x: Tensor, layer: int, carry: Carry) -> Tensor:
         """Hidden states (R, S, H) through one decoder layer, whose experts it quantises."""
-        config, name = self._plan.config, f"model.layers.{layer}"
+        model, name = self._plan.forward, f"model.layers.{layer}"
         weights = ModuleWeights(self._checkpoint, f"{name}.")
-        x = block.attention_block(x, weights, config)
+        x = model.attention_block(x, weights, layer, carry)
         require_finite(x, f"{name}.self_attn: output")
         if layer not in self._plan.quantized_layers:
-            x = block.mlp_block(x, weights, config, layer)
+            x = model.mlp_block(x, weights, layer)
         else:
-            tokens = block.mlp_input(x, weights, config).flatten(0, 1)
-            out = quantize_layer(self._experts, layer, tokens, weights, config)
-            if config.n_shared_experts:
-                out += block.dense_mlp(tokens, weights, "mlp.shared_experts")
+            tokens = model.mlp_input(x, weights).flatten(0, 1)
+            out = quantize_layer(self._experts, layer, tokens, weights, model)
+            if model.has_shared_experts:
+                out += model.shared_experts(tokens, weights)
             x = x + out.view_as(x)
         require_finite(x, f"{name}.mlp: output")
         return x

@@ -17,7 +17,7 @@ from exl3kit.checkpoint.writer import DEFAULT_SHARD_BYTES
 from exl3kit.errors import CheckpointError, FormatError, SliceError, UnsupportedError
 from exl3kit.log import get_logger
 from exl3kit.models.base import ModelMap
-from exl3kit.models.glm4_moe_block import ForwardConfig
+from exl3kit.models.forward import ForwardModel, forward_model
 from exl3kit.models.registry import model_map
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class JobPlan:
 
     options: QuantizeOptions
     model: ModelMap
-    config: ForwardConfig
+    forward: ForwardModel
     quantized_layers: range
     mtp_layers: range
     source_format: str
@@ -75,7 +75,7 @@ def plan_job(checkpoint: Checkpoint, options: QuantizeOptions, out: Path) -> Job
     other format. CheckpointError: already EXL3, missing or misshapen tensors (all are counted), too
     little disk. FormatError: bits. SliceError: a tp or a hidden size that 128 does not allow.
     """
-    model, config = model_map(checkpoint.config), ForwardConfig.from_config(checkpoint.config)
+    model, forward = model_map(checkpoint.config), forward_model(checkpoint.config)
     _check_source(checkpoint)
     _check_bits(options.bits)
     if options.tp < 1:
@@ -94,7 +94,7 @@ def plan_job(checkpoint: Checkpoint, options: QuantizeOptions, out: Path) -> Job
     plan = JobPlan(
         options,
         model,
-        config,
+        forward,
         layers,
         mtp_layers,
         _SOURCE_DTYPES[checkpoint.info(f"{first}.weight").dtype],

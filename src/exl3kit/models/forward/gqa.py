@@ -1,0 +1,64 @@
+"""Grouped-query attention: partial rotary, norms of queries and keys, biases, sliding window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exl3kit.models.attention import Gqa
+from exl3kit.models.forward.base import Observe, Weights, linear, rms_norm
+from exl3kit.models.forward.rotary import Rope, rotate
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_O = "self_attn.o_proj"
+
+
+@dataclass(frozen=True)
+class GqaAttention:
+    """Attention of `shape`; in `window_layers` a token sees itself and `window` - 1 before it."""
+
+    shape: Gqa
+    rope: Rope
+    eps: float
+    window: int = 0
+    window_layers: frozenset[int] = frozenset()
+
+    def __call__(
+        self,
+        x: Tensor,
+        weights: Weights,
+        layer: int,
+        selected: Tensor | None,
+        observe: Observe | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(R, S, H) -> (R, S, H); `selected` passes unused."""
+        length = x.shape[1]
+        if observe is not None:
+            observe(_QKV, x)
+        cos, sin = self.rope.table(length, x.device)
+        query = rotate(self._heads(x, weights, "q"), cos, sin)
+        key = rotate(self._heads(x, weights, "k"), cos, sin)
+        value = self._heads(x, weights, "v")
+        mask = None
+        if layer in self.window_layers and length > self.window:
+            mask = torch.ones(length, length, dtype=torch.bool, device=x.device)
+            mask = mask.tril().triu(1 - self.window)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if observe is not None:
+            observe((_O,), mixed)
+        return linear(mixed, weights, _O, "o_proj" in self.shape.biased), selected
+
+    def _heads(self, x: Tensor, weights: Weights, kind: str) -> Tensor:
+        """The q, k or v projection of (R, S, H) as (R, heads, S, head_dim), q and k normed."""
+        name = f"{kind}_proj"
+        out = linear(x, weights, f"self_attn.{name}", name in self.shape.biased)
+        out = out.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+        if self.shape.has_qk_norm and kind != "v":
+            out = rms_norm(out, weights[f"self_attn.{kind}_norm.weight"], self.eps)
+        return out

@@ -1,0 +1,132 @@
+"""config.json -> the forward pass of its model: one row for each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from exl3kit.checkpoint.keys import show
+from exl3kit.errors import CheckpointError, UnsupportedError
+from exl3kit.models.attention import Gqa
+from exl3kit.models.config_keys import WHERE, count, size
+from exl3kit.models.decoder import DecoderMap, Moe
+from exl3kit.models.forward.base import Attention, Router
+from exl3kit.models.forward.gqa import GqaAttention
+from exl3kit.models.forward.model import ForwardModel
+from exl3kit.models.forward.rotary import read_rope
+from exl3kit.models.forward.routers import Groups, SigmoidRouter, SoftmaxRouter
+from exl3kit.models.forward.values import choice, flag, number
+from exl3kit.models.registry import model_map
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is fixed for an architecture: how its attention and its router are read.
+
+    `partial_rotary`, `eps` and `norm_topk_prob` stand for absent keys, as in transformers' configs.
+    """
+
+    attention: Callable[[Config, DecoderMap, Family], Attention]
+    router: Callable[[Config, Moe, Family], Router] | None = None
+    eps: float = 1e-6
+    partial_rotary: float = 1.0
+    norm_topk_prob: bool = True
+    has_window: bool = False
+    has_mlp_bias: bool = False
+
+
+def forward_model(config: Config) -> ForwardModel:
+    """The forward pass of the model that a parsed config.json describes.
+
+    UnsupportedError names an architecture or a value that is not computed here, CheckpointError a
+    key that is missing or wrong.
+    """
+    shapes = model_map(config)
+    family = _FAMILIES.get(shapes.architecture)
+    if family is None:
+        raise UnsupportedError(
+            f"architecture {shapes.architecture}: no forward pass; expected one of "
+            f"{', '.join(_FAMILIES)}"
+        )
+    choice(config, "hidden_act", ["silu"], "silu")
+    if not family.has_mlp_bias:
+        choice(config, "mlp_bias", [False], False)
+    if not family.has_window:
+        choice(config, "sliding_window", [None], None)
+    return ForwardModel(
+        shapes=shapes,
+        attention=family.attention(config, shapes, family),
+        router=family.router(config, shapes.moe, family) if family.router and shapes.moe else None,
+        eps=number(config, "rms_norm_eps", family.eps),
+    )
+
+
+def _gqa(config: Config, shapes: DecoderMap, family: Family) -> GqaAttention:
+    assert isinstance(shapes.attention, Gqa)
+    layers = _window_layers(config, shapes) if family.has_window else frozenset()
+    return GqaAttention(
+        shape=shapes.attention,
+        rope=read_rope(config, shapes.attention.head_dim, family.partial_rotary),
+        eps=number(config, "rms_norm_eps", family.eps),
+        window=size(config, "sliding_window", 4096) if layers else 0,
+        window_layers=layers,
+    )
+
+
+def _window_layers(config: Config, shapes: DecoderMap) -> frozenset[int]:
+    """Layers with a sliding window: listed, from a number on, or all where no number is known."""
+    layers = range(shapes.num_hidden_layers)
+    types = config.get("layer_types")
+    if types is not None:
+        known = ("full_attention", "sliding_attention")
+        if len(types) != len(layers) or any(kind not in known for kind in types):
+            raise UnsupportedError(
+                f"{WHERE}: layer_types: expected {len(layers)} times {' or '.join(known)}, got "
+                f"{show(types)}"
+            )
+        return frozenset(n for n in layers if types[n] == known[1])
+    if not flag(config, "use_sliding_window", False):
+        return frozenset()
+    first = 0 if shapes.moe else count(config, "max_window_layers", 28)
+    return frozenset(n for n in layers if n >= first)
+
+
+def _sigmoid(config: Config, moe: Moe, family: Family) -> SigmoidRouter:
+    choice(config, "topk_method", ["noaux_tc"], "noaux_tc")
+    choice(config, "scoring_func", ["sigmoid"], "sigmoid")
+    return SigmoidRouter(
+        top_k=moe.num_experts_per_tok,
+        is_normalized=flag(config, "norm_topk_prob", family.norm_topk_prob),
+        scale=number(config, "routed_scaling_factor", 1.0),
+        groups=_groups(config, moe, ranked_by=2),
+    )
+
+
+def _qwen3_softmax(config: Config, moe: Moe, family: Family) -> SoftmaxRouter:
+    return SoftmaxRouter(
+        moe.num_experts_per_tok, flag(config, "norm_topk_prob", family.norm_topk_prob)
+    )
+
+
+def _groups(config: Config, moe: Moe, ranked_by: int) -> Groups:
+    groups, kept = size(config, "n_group", 1), size(config, "topk_group", 1)
+    per_group = moe.num_experts // groups
+    is_whole = moe.num_experts % groups == 0 and (kept == groups or per_group >= ranked_by)
+    if not is_whole or kept > groups or moe.num_experts_per_tok > kept * per_group:
+        raise CheckpointError(
+            f"{WHERE}: n_group {groups}, topk_group {kept}: expected equal groups of "
+            f"{ranked_by} or more of the {moe.num_experts} experts, and "
+            f"{moe.num_experts_per_tok} or more experts in the groups kept"
+        )
+    return Groups(groups, kept, ranked_by)
+
+
+_FAMILIES = {
+    "Glm4MoeForCausalLM": Family(_gqa, _sigmoid, eps=1e-5, partial_rotary=0.5),
+    "LlamaForCausalLM": Family(_gqa, has_mlp_bias=True),
+    "Qwen3ForCausalLM": Family(_gqa, has_window=True),
+    "Qwen3MoeForCausalLM": Family(_gqa, _qwen3_softmax, has_window=True, norm_topk_prob=False),
+}

@@ -1,0 +1,83 @@
+"""What a config may say: both spellings of rope, and refusals that name the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exl3kit.errors import CheckpointError, Exl3Error, UnsupportedError
+from exl3kit.models.forward import forward_model
+from exl3kit.models.forward.gqa import GqaAttention
+
+from .reference import tiny
+
+
+def test_older_spelling_of_rope() -> None:
+    old = tiny("glm4_moe", rope_theta=5000.0, partial_rotary_factor=0.25, rope_scaling=None)
+    new = tiny("glm4_moe") | {
+        "rope_theta": None,
+        "rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+    }
+    ropes = []
+    for config in (old, new):
+        attention = forward_model(config).attention
+        assert isinstance(attention, GqaAttention)
+        ropes.append(attention.rope.frequencies.tolist())
+    assert ropes[0] == ropes[1]
+    assert len(ropes[0]) == 8 and ropes[0][1] == pytest.approx(5000 ** (-1 / 8))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "error", "words"),
+    [
+        ("llama", {"architectures": ["OlmoForCausalLM"]}, UnsupportedError, "OlmoForCausalLM"),
+        (
+            "llama",
+            {"hidden_act": "gelu"},
+            UnsupportedError,
+            "hidden_act: expected 'silu', got 'gelu'",
+        ),
+        (
+            "llama",
+            {"sliding_window": 128},
+            UnsupportedError,
+            "sliding_window: expected None, got 128",
+        ),
+        (
+            "llama",
+            {"rms_norm_eps": "small"},
+            CheckpointError,
+            "rms_norm_eps must be a positive num",
+        ),
+        ("qwen3", {"mlp_bias": True}, UnsupportedError, "mlp_bias: expected False, got True"),
+        ("qwen3", {"layer_types": ["chunked"] * 3}, UnsupportedError, "layer_types: .*'chunked'"),
+        ("qwen3", {"layer_types": ["full_attention"]}, UnsupportedError, "expected 3 times"),
+        ("glm4_moe", {"topk_method": "greedy"}, UnsupportedError, "topk_method: .*'greedy'"),
+        ("glm4_moe", {"scoring_func": "softmax"}, UnsupportedError, "scoring_func: .*'softmax'"),
+        ("glm4_moe", {"n_group": 3}, CheckpointError, "n_group 3, topk_group 1"),
+        ("glm4_moe", {"n_group": 8, "topk_group": 4}, CheckpointError, "n_group 8, topk_group 4"),
+        ("glm4_moe", {"partial_rotary_factor": 0.55}, UnsupportedError, "partial_rotary_factor"),
+    ],
+)
+def test_refusals_name_the_value(
+    model_type: str, changes: dict[str, Any], error: type[Exl3Error], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        forward_model(tiny(model_type, **changes))
+
+
+@pytest.mark.parametrize(
+    ("rope", "error", "words"),
+    [
+        ({"rope_type": "longrope"}, UnsupportedError, "rope_type: expected .*, got 'longrope'"),
+        ({"type": "dynamic", "factor": 2.0}, UnsupportedError, "got 'dynamic'"),
+        ({"rope_type": "default", "factor": 2.0}, UnsupportedError, "factor 2.0: not known for"),
+        ({"rope_type": "linear"}, CheckpointError, "factor must be a positive number, got None"),
+        ({"rope_type": "yarn", "factor": 0}, CheckpointError, "factor must be .*, got 0"),
+        ({"full_attention": {"rope_theta": 1e4}}, UnsupportedError, "full_attention"),
+    ],
+)
+def test_rope_refusals(rope: dict[str, Any], error: type[Exl3Error], words: str) -> None:
+    with pytest.raises(error, match=words):
+        forward_model(tiny("llama", rope_parameters=rope))
