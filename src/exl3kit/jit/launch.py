@@ -76,6 +76,7 @@ class LoadedKernel:
         arguments: tuple[Argument, ...],
         shared_bytes: int = 0,
         cluster: Dim | None = None,
+        overlaps: bool = False,
     ) -> None:
         """Start the kernel on torch's current stream of its device.
 
@@ -84,6 +85,8 @@ class LoadedKernel:
         arguments     one a parameter: a tensor (its address) or None for a pointer, else a number
         shared_bytes  dynamic shared memory of a block
         cluster       blocks of a cluster (capability 9.0 and newer)
+        overlaps      start while the kernel before it in the stream still runs; for kernels that
+                      wait for it by themselves (griddepcontrol, capability 9.0 and newer)
         """
         if shared_bytes > self._dynamic_limit:
             self._raise_limit(shared_bytes)
@@ -92,7 +95,7 @@ class LoadedKernel:
             for param, value in zip(self.spec.parameters, arguments, strict=True)
         ]
         stream = _stream(torch.cuda.current_stream(self._index).cuda_stream)
-        config = _config(grid, block, shared_bytes, cluster)
+        config = _config(grid, block, shared_bytes, cluster, overlaps)
         self._start(stream, config, self._kernel, *packed)
 
     def _raise_limit(self, shared_bytes: int) -> None:
@@ -126,13 +129,19 @@ def _stream(handle: int) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(grid: Dim, block: Dim, shared_bytes: int, cluster: Dim | None) -> Any:
+def _config(grid: Dim, block: Dim, shared_bytes: int, cluster: Dim | None, overlaps: bool) -> Any:
     core = toolkit.cuda_module("cuda.core")
     if cluster is not None:  # cuda-core counts clusters, not blocks
         grid = tuple(
             blocks // size for blocks, size in zip(_three(grid), _three(cluster), strict=True)
         )
-    return core.LaunchConfig(grid=grid, cluster=cluster, block=block, shmem_size=shared_bytes)
+    return core.LaunchConfig(
+        grid=grid,
+        cluster=cluster,
+        block=block,
+        shmem_size=shared_bytes,
+        programmatic_stream_serialization=overlaps,
+    )
 
 
 def _three(dim: Dim) -> tuple[int, int, int]:
