@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from exl3kit.errors import CompileError
 # Headers of the CUDA toolkit the kernels may include; each reads the .hpp beside it.
 HEADERS = ("cuda_fp16.h", "cuda_bf16.h")
 _INSTALL = "pip install 'exl3kit[cuda]'"
+# cuda.core replaces its own __spec__ while it loads, so Python's import lock does not hold back a
+# second thread, which then sees half a module.
+_importing = threading.Lock()
 
 
 def cuda_module(name: str) -> Any:
     """A module of the `cuda` namespace ("cuda.core"); CompileError where it is not installed."""
     try:
-        return importlib.import_module(name)
+        with _importing:
+            return importlib.import_module(name)
     except ImportError as error:
         raise CompileError(f"CUDA kernels: expected {name}, got {error}; {_INSTALL}") from error
 

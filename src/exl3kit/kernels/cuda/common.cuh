@@ -12,8 +12,10 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 #define EXL3_DEVICE __device__ __forceinline__
+#define EXL3_HOST_DEVICE __host__ __device__
 #else
 #include <cstdint>
 #include <cstring>
 #define EXL3_DEVICE inline
+#define EXL3_HOST_DEVICE
 #endif
