@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from exl3kit.errors import CheckpointError
-from exl3kit.evaluate.metrics import TokenMetrics, mean_estimate, summarize, token_metrics
+from exl3kit.evaluate.metrics import (
+    Index,
+    TokenMetrics,
+    interval,
+    summarize,
+    token_metrics,
+    token_nll,
+)
 
 
 def logits_of(*rows: list[float]) -> torch.Tensor:
@@ -23,6 +30,13 @@ def test_closed_forms_of_one_token() -> None:
     assert found.reference_nll.item() == pytest.approx(math.log(4))
     assert found.kld.item() == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))
     assert found.agrees.item() == 0
+
+
+def test_nll_is_cross_entropy() -> None:
+    logits = torch.randn(100, 50, generator=torch.Generator().manual_seed(2))
+    targets = torch.arange(100) % 50
+    expected = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(token_nll(logits, targets), expected)
 
 
 def test_equals_torchs_kl_div_over_many_chunks() -> None:
@@ -70,31 +84,34 @@ def test_summary_figures() -> None:
     kld = torch.arange(100, dtype=torch.float64).view(4, 25) / 100
     nll = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)[:, None].expand(4, 25)
     quality = summarize(metrics_of(kld, nll))
-    assert quality.perplexity.value == pytest.approx(math.exp(2.5))
-    assert quality.reference_perplexity.value == pytest.approx(math.exp(2))
-    assert quality.perplexity_ratio.value == pytest.approx(math.exp(0.5))
-    assert quality.kld_mean.value == pytest.approx(0.495)
-    assert quality.kld_median.value == pytest.approx(0.495)
-    assert quality.kld_p99.value == pytest.approx(0.9801)
+    assert quality.perplexity == pytest.approx(math.exp(2.5))
+    assert quality.reference_perplexity == pytest.approx(math.exp(2))
+    assert quality.perplexity_ratio == pytest.approx(math.exp(0.5))
+    assert quality.kld_mean == pytest.approx(0.495)
+    assert quality.kld_median == pytest.approx(0.495)
+    assert quality.kld_p99 == pytest.approx(0.9801)
     assert quality.kld_max == 0.99
-    assert quality.top1_agreement.value == 0.5
+    assert quality.top1_agreement == 0.5
     assert (quality.windows, quality.predicted_tokens) == (4, 100)
-    assert quality.reference_perplexity.interval == pytest.approx((math.exp(2),) * 2)
-    low, high = quality.kld_p99.interval or (0, 0)
-    assert low < quality.kld_p99.value <= high
+    assert quality.intervals["reference_perplexity"] == pytest.approx((math.exp(2),) * 2)
+    low, high = quality.intervals["kld_p99"]
+    assert low < quality.kld_p99 <= high
 
 
 def test_intervals_are_those_of_the_mean_and_repeat_with_the_seed() -> None:
     values = np.random.default_rng(0).normal(3.0, 1.0, 400)
-    found = mean_estimate(values, seed=1)
-    low, high = found.interval or (0, 0)
+
+    def mean(windows: Index) -> float:
+        return float(values[windows].mean())
+
+    low, high = interval(mean, 400, seed=1) or (0, 0)
     half = 1.96 * values.std() / 20
     assert low == pytest.approx(values.mean() - half, abs=0.02)
     assert high == pytest.approx(values.mean() + half, abs=0.02)
-    assert mean_estimate(values, seed=1) == found
-    assert mean_estimate(values, seed=2).interval != found.interval
+    assert interval(mean, 400, seed=1) == (low, high)
+    assert interval(mean, 400, seed=2) != (low, high)
 
 
 def test_one_window_has_no_interval() -> None:
     quality = summarize(metrics_of(torch.zeros(1, 5, dtype=torch.float64), torch.ones(1, 5)))
-    assert quality.kld_mean.interval is None and quality.kld_median.interval is None
+    assert quality.intervals == {}

@@ -7,7 +7,7 @@ share their context and are not independent, windows nearly are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +22,7 @@ _TAIL = 0.025  # of each side outside the interval
 _CHUNK = 64
 
 Interval = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure and its 95 % interval; no interval where there is but one window."""
-
-    value: float
-    interval: Interval | None
+Index = slice | np.ndarray  # of windows
 
 
 @dataclass(frozen=True)
@@ -48,18 +41,23 @@ class TokenMetrics:
 
 @dataclass(frozen=True)
 class Quality:
-    """A candidate against its reference on one text; KL divergences in nats a token."""
+    """A candidate against its reference on one text; KL divergences in nats a token.
 
-    perplexity: Estimate
-    reference_perplexity: Estimate
-    perplexity_ratio: Estimate
-    kld_mean: Estimate
-    kld_median: Estimate
-    kld_p99: Estimate
+    `intervals` holds the 95 % interval of each figure by name, but for `kld_max`; it is empty where
+    there is but one window.
+    """
+
+    perplexity: float
+    reference_perplexity: float
+    perplexity_ratio: float
+    kld_mean: float
+    kld_median: float
+    kld_p99: float
     kld_max: float
-    top1_agreement: Estimate
+    top1_agreement: float
     predicted_tokens: int
     windows: int
+    intervals: Mapping[str, Interval]
 
 
 def token_metrics(reference: Tensor, candidate: Tensor, targets: Tensor) -> TokenMetrics:
@@ -72,6 +70,12 @@ def token_metrics(reference: Tensor, candidate: Tensor, targets: Tensor) -> Toke
     )
     columns = zip(*(_chunk_metrics(*part) for part in parts), strict=True)
     return TokenMetrics(*(torch.cat(column) for column in columns))
+
+
+def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats it takes to code targets (n,) int64 under logits (n, V): float64 (n,)."""
+    parts = zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    return torch.cat([-_log_softmax(x, "model").gather(1, y[:, None])[:, 0] for x, y in parts])
 
 
 def _chunk_metrics(
@@ -97,48 +101,34 @@ def _log_softmax(logits: Tensor, name: str) -> Tensor:
 
 def summarize(metrics: TokenMetrics, seed: int = 0) -> Quality:
     """The figures over all tokens of (windows, tokens), intervals resampled from `seed`."""
-    nll, reference = _window_means(metrics.nll), _window_means(metrics.reference_nll)
+    nll, reference, agrees = (
+        values.mean(1).numpy() for values in (metrics.nll, metrics.reference_nll, metrics.agrees)
+    )
     kld = metrics.kld.numpy()
+    figures: dict[str, Callable[[Index], float]] = {
+        "perplexity": lambda i: float(np.exp(nll[i].mean())),
+        "reference_perplexity": lambda i: float(np.exp(reference[i].mean())),
+        "perplexity_ratio": lambda i: float(np.exp((nll - reference)[i].mean())),
+        "kld_mean": lambda i: float(kld[i].mean()),
+        "kld_median": lambda i: float(np.median(kld[i])),
+        "kld_p99": lambda i: float(np.quantile(kld[i], 0.99)),
+        "top1_agreement": lambda i: float(agrees[i].mean()),
+    }
+    intervals = {name: interval(figure, len(kld), seed) for name, figure in figures.items()}
     return Quality(
-        perplexity=mean_estimate(nll, seed, np.exp),
-        reference_perplexity=mean_estimate(reference, seed, np.exp),
-        perplexity_ratio=mean_estimate(nll - reference, seed, np.exp),
-        kld_mean=mean_estimate(kld.mean(1), seed),
-        kld_median=_quantile_estimate(kld, 0.5, seed),
-        kld_p99=_quantile_estimate(kld, 0.99, seed),
+        **{name: figure(slice(None)) for name, figure in figures.items()},
         kld_max=float(kld.max()),
-        top1_agreement=mean_estimate(_window_means(metrics.agrees), seed),
         predicted_tokens=kld.size,
         windows=len(kld),
+        intervals={name: found for name, found in intervals.items() if found is not None},
     )
 
 
-def mean_estimate(
-    values: np.ndarray, seed: int, transform: Callable[[np.ndarray], np.ndarray] = np.asarray
-) -> Estimate:
-    """`transform` of the mean of float64 `values`, one a window of equal length."""
-    draws = _draws(len(values), seed)
-    resampled = transform(values[draws].mean(1))
-    return Estimate(float(transform(values.mean())), _interval(resampled, len(values)))
-
-
-def _quantile_estimate(values: np.ndarray, share: float, seed: int) -> Estimate:
-    """Quantile over all tokens of (windows, tokens), between neighbours by linear interpolation."""
-    resampled = [np.quantile(values[draw], share) for draw in _draws(len(values), seed)]
-    return Estimate(float(np.quantile(values, share)), _interval(np.array(resampled), len(values)))
-
-
-def _draws(windows: int, seed: int) -> np.ndarray:
-    """Indices of the windows of each resample, (RESAMPLES, windows)."""
-    return np.random.default_rng(seed).integers(0, windows, (RESAMPLES, windows))
-
-
-def _interval(resampled: np.ndarray, windows: int) -> Interval | None:
+def interval(figure: Callable[[Index], float], windows: int, seed: int) -> Interval | None:
+    """95 % bootstrap interval of `figure(i)`, taken over the windows `i`; None for one window."""
     if windows < 2:
         return None
+    draws = np.random.default_rng(seed).integers(0, windows, (RESAMPLES, windows))
+    resampled = [figure(draw) for draw in draws]
     low, high = np.quantile(resampled, (_TAIL, 1 - _TAIL)).tolist()
     return low, high
-
-
-def _window_means(values: Tensor) -> np.ndarray:
-    return values.mean(1).numpy()
