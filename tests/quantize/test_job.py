@@ -167,7 +167,7 @@ def test_starved_experts_are_quantised_counted_and_logged(
     src = edit_source(source, tmp_path / "src", prefer_two)
     with caplog.at_level(logging.WARNING):
         report = quantize_checkpoint(src, tmp_path / "out", OPTIONS)
-    counts = {"routed": 2, "mostly_layer": 0, "layer": 2, "none": 0}
+    counts = {"routed": 2, "mostly_layer": 0, "layer": 2, "all": 0, "none": 0}
     assert report.calibration["experts_by_hessian"] == counts
     assert "'layer': 2" in caplog.text
     starved = [r for r in report.slices if r.expert == 3]

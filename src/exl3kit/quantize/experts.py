@@ -127,13 +127,14 @@ def quantize_layer(
     layer is calibrated on.
     """
     routing = model.route(tokens, weights)
-    hessians = LayerHessians(f"model.layers.{layer}", tokens)
+    hessians = LayerHessians(f"model.layers.{layer}", len(tokens))
+    hessians.add(tokens)
     scales = job.scales(weights, model.num_experts)
     out = torch.zeros_like(tokens)
     for expert, index, weight in routing.by_expert(model.num_experts):
         dense = {p: _dense(weights, expert, p) for p in PROJECTIONS}
         inputs = tokens.index_select(0, index)
-        own = hessians.of(expert, dense["gate_proj"], dense["up_proj"], inputs)
+        own = hessians.of(expert, dense["gate_proj"], dense["up_proj"], [inputs])
         decoded = job.quantize(layer, expert, dense, own, scales)
         activation = gated_activation(inputs, decoded["gate_proj"], decoded["up_proj"])
         out.index_add_(0, index, F.linear(activation, decoded["down_proj"]) * weight[:, None])
