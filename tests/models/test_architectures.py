@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from exl3kit.errors import CheckpointError, UnsupportedError
+from exl3kit.errors import CheckpointError
 from exl3kit.models.base import ShardKind
 from exl3kit.models.registry import model_map
 from exl3kit.testing.tiny_configs import MODEL_TYPES, MTP_TYPES, tiny_config_of
@@ -104,19 +104,50 @@ def test_dense_model_has_no_expert_layers() -> None:
     assert (model.num_experts, model.moe_intermediate_size, len(model.moe_layers)) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "name, key, value",
-    [
-        ("qwen3_moe", "decoder_sparse_step", 2),
-        ("qwen3_moe", "mlp_only_layers", [1]),
-        ("deepseek_v3", "moe_layer_freq", 2),
-        ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"]),
-        ("glm4_moe_lite", "mlp_layer_types", 3),
+MIXED: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
+    ("qwen3_moe", {"decoder_sparse_step": 2}, (1, 3, 5)),
+    ("qwen3_moe", {"mlp_only_layers": [0, 2, 9]}, (1, 3, 4, 5)),
+    ("qwen3_moe", {"mlp_only_layers": [3], "decoder_sparse_step": 2}, (1, 5)),
+    ("qwen3_moe", {"mlp_only_layers": list(range(6))}, ()),
+    *[
+        (name, {"mlp_layer_types": ["sparse", "dense", "dense", "sparse", "dense", "sparse"]},
+         (0, 3, 5))
+        for name in ("glm4_moe_lite", "glm_moe_dsa", "deepseek_v32")
     ],
-)
-def test_mixed_layers_are_refused(name: str, key: str, value: Any) -> None:
-    with pytest.raises(UnsupportedError, match=key):
-        model_map(tiny_config_of(name) | {key: value})
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes, layers", MIXED)
+def test_dense_layers_between_layers_of_experts(
+    name: str, changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    config = tiny_config_of(name, num_layers=6) | changes
+    model = model_map(config)
+    assert model.moe_layers == layers
+    required = {spec.name: spec.shape for spec in model.tensors() if not spec.is_optional}
+    assert required == reference_shapes(config)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_every_nth_layer_has_experts(name: str) -> None:
+    """By DeepSeek's own rule, which vLLM follows; transformers does not know the key.
+
+    It counts from layer 0, and a next-token layer is one of the row.
+    """
+    mtp_layers = 1 if name == "deepseek_v3" else 0
+    config = tiny_config_of(name, num_layers=6, mtp_layers=mtp_layers)
+
+    def layers(**keys: int) -> tuple[int, ...]:
+        return model_map(config | keys).moe_layers
+
+    assert layers(moe_layer_freq=2) == (2, 4, 6)[: 2 + mtp_layers]
+    assert layers(moe_layer_freq=4) == (4,)
+    assert layers(moe_layer_freq=3, first_k_dense_replace=0) == (0, 3, 6)[: 2 + mtp_layers]
+
+
+def test_keys_that_other_architectures_read_are_ignored() -> None:
+    config = tiny_config_of("glm4_moe") | {"moe_layer_freq": 2, "mlp_only_layers": [1]}
+    assert model_map(config).moe_layers == (1,)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +161,14 @@ def test_mixed_layers_are_refused(name: str, key: str, value: Any) -> None:
         ("qwen3_moe", "moe_intermediate_size", "256"),
         ("llama", "num_hidden_layers", 0),
         ("llama", "mlp_bias", "yes"),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_moe", "mlp_only_layers", [1, True]),
+        ("qwen3_moe", "mlp_only_layers", 1),
+        ("deepseek_v3", "moe_layer_freq", "2"),
+        ("glm4_moe_lite", "mlp_layer_types", ["dense"]),
+        ("glm4_moe_lite", "mlp_layer_types", ["dense", "both"]),
+        ("glm4_moe_lite", "mlp_layer_types", ["dense", []]),
+        ("glm4_moe_lite", "mlp_layer_types", 3),
     ],
 )
 def test_wrong_values_are_named(name: str, key: str, value: Any) -> None:

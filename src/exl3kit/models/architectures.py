@@ -7,11 +7,12 @@ follow vLLM's classes, since transformers has none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from exl3kit.checkpoint.jsonfile import is_int
 from exl3kit.checkpoint.keys import show
-from exl3kit.errors import CheckpointError, UnsupportedError
+from exl3kit.errors import CheckpointError
 from exl3kit.models.attention import Gqa, Indexer, Mla
 from exl3kit.models.config_keys import WHERE, count, flag, optional_size, size
 from exl3kit.models.decoder import DecoderMap, Moe
@@ -27,7 +28,8 @@ class Architecture:
 
     `biased` are the attention projections that `attention_bias` gives a bias; `qk_norm` is true,
     false, or the config key that decides; `experts_key` names the number of routed experts, None in
-    a dense model; `num_dense_layers` stands for an absent first_k_dense_replace.
+    a dense model; `num_dense_layers` stands for an absent first_k_dense_replace. `frequency_key`
+    names the key by which only every n-th layer has experts, None where no key does.
     """
 
     attention: Literal["gqa", "mla"]
@@ -36,22 +38,21 @@ class Architecture:
     has_indexer: bool = False
     experts_key: str | None = None
     num_dense_layers: int = 0
+    frequency_key: Literal["moe_layer_freq", "decoder_sparse_step"] | None = None
     correction_bias: Literal["always", "never", "by topk_method"] = "never"
 
 
 _DEEPSEEK_V3 = Architecture(
-    "mla", experts_key="n_routed_experts", num_dense_layers=3, correction_bias="always"
-)
-_SPARSE = Architecture(
     "mla",
-    has_indexer=True,
     experts_key="n_routed_experts",
     num_dense_layers=3,
+    frequency_key="moe_layer_freq",
     correction_bias="always",
 )
+_SPARSE = replace(_DEEPSEEK_V3, has_indexer=True)
 ARCHITECTURES = {
-    "DeepseekV2ForCausalLM": Architecture(
-        "mla", experts_key="n_routed_experts", correction_bias="by topk_method"
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK_V3, num_dense_layers=0, correction_bias="by topk_method"
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "DeepseekV32ForCausalLM": _SPARSE,
@@ -63,21 +64,20 @@ ARCHITECTURES = {
         num_dense_layers=1,
         correction_bias="always",
     ),
-    "Glm4MoeLiteForCausalLM": Architecture(
-        "mla", experts_key="n_routed_experts", num_dense_layers=1, correction_bias="always"
-    ),
+    "Glm4MoeLiteForCausalLM": replace(_DEEPSEEK_V3, num_dense_layers=1),
     "GlmMoeDsaForCausalLM": _SPARSE,
     "LlamaForCausalLM": Architecture("gqa"),
     "Qwen3ForCausalLM": Architecture("gqa", qk_norm=True),
-    "Qwen3MoeForCausalLM": Architecture("gqa", qk_norm=True, experts_key="num_experts"),
+    "Qwen3MoeForCausalLM": Architecture(
+        "gqa", qk_norm=True, experts_key="num_experts", frequency_key="decoder_sparse_step"
+    ),
 }
 
 
 def read_model(name: str, config: Mapping[str, Any]) -> DecoderMap:
     """The model of architecture `name`, a key of ARCHITECTURES, that config.json describes.
 
-    CheckpointError names a key that is missing or wrong, UnsupportedError one that is valid but
-    describes a model of another build.
+    CheckpointError names a key that is missing or wrong.
     """
     fixed = ARCHITECTURES[name]
     layers = count(config, "num_hidden_layers")
@@ -85,14 +85,15 @@ def read_model(name: str, config: Mapping[str, Any]) -> DecoderMap:
         raise CheckpointError(f"{WHERE}: num_hidden_layers must be at least 1, got {layers}")
     attention = _mla(fixed, config, layers) if fixed.attention == "mla" else _gqa(fixed, config)
     moe = _moe(fixed, config)
+    mtp_layers = count(config, "num_nextn_predict_layers") if moe else 0
     return DecoderMap(
         architecture=name,
         vocab_size=size(config, "vocab_size"),
         hidden_size=size(config, "hidden_size"),
         intermediate_size=size(config, "intermediate_size"),
         num_hidden_layers=layers,
-        num_mtp_layers=count(config, "num_nextn_predict_layers") if moe else 0,
-        num_dense_layers=_num_dense_layers(fixed, config, layers) if moe else layers,
+        num_mtp_layers=mtp_layers,
+        moe_layers=_moe_layers(fixed, config, layers, mtp_layers) if moe else (),
         attention=attention,
         moe=moe,
         has_mlp_bias=flag(config, "mlp_bias"),
@@ -170,21 +171,40 @@ def _moe(fixed: Architecture, config: Mapping[str, Any]) -> Moe | None:
     )
 
 
-def _num_dense_layers(fixed: Architecture, config: Mapping[str, Any], layers: int) -> int:
-    """Dense layers in front; a model that mixes them in elsewhere is refused."""
-    for key, usual in (("moe_layer_freq", 1), ("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if config.get(key) not in (None, usual):
-            raise UnsupportedError(
-                f"{WHERE}: {key} {show(config[key])}: expected {usual}; models with dense layers "
-                "between layers of routed experts are not supported"
-            )
-    types = config.get("mlp_layer_types")
-    if types is None:
-        return min(count(config, "first_k_dense_replace", fixed.num_dense_layers), layers)
-    dense = types.count("dense") if isinstance(types, list) else 0
-    if types != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise UnsupportedError(
-            f"{WHERE}: mlp_layer_types must be {layers} times 'dense' or 'sparse', all dense "
-            f"layers first, got {show(types)}"
+def _moe_layers(
+    fixed: Architecture, config: Mapping[str, Any], layers: int, mtp_layers: int
+) -> tuple[int, ...]:
+    """The layers with routed experts, next-token layers included.
+
+    By a list of layer types, whose next-token layers all have experts, else by counting as the
+    models do: from the first layer that may have experts on every n-th, save those named.
+    """
+    numbers = range(layers + mtp_layers)
+    if (types := config.get("mlp_layer_types")) is not None:
+        sparse = _sparse_by_type(types, layers)
+        return tuple(n for n in numbers if n >= layers or sparse[n])
+    frequency = size(config, fixed.frequency_key, 1) if fixed.frequency_key else 1
+    if fixed.frequency_key == "decoder_sparse_step":
+        dense = _dense_by_number(config.get("mlp_only_layers"))
+        return tuple(n for n in numbers if (n + 1) % frequency == 0 and n not in dense)
+    first = count(config, "first_k_dense_replace", fixed.num_dense_layers)
+    return tuple(n for n in numbers if n >= first and n % frequency == 0)
+
+
+def _sparse_by_type(types: Any, layers: int) -> list[bool]:
+    is_list = isinstance(types, list) and len(types) == layers
+    if not is_list or any(kind not in ("dense", "sparse") for kind in types):
+        raise CheckpointError(
+            f"{WHERE}: mlp_layer_types must be {layers} times 'dense' or 'sparse', "
+            f"got {show(types)}"
         )
-    return dense
+    return [kind == "sparse" for kind in types]
+
+
+def _dense_by_number(numbers: Any) -> list[int]:
+    found = [] if numbers is None else numbers
+    if not isinstance(found, list) or not all(is_int(number) for number in found):
+        raise CheckpointError(
+            f"{WHERE}: mlp_only_layers must be a list of layer numbers, got {show(numbers)}"
+        )
+    return found

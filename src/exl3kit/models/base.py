@@ -79,8 +79,8 @@ class ModelMap(Protocol):
         ...
 
     @property
-    def moe_layers(self) -> range:
-        """Layers with routed experts, multi-token-prediction layers included."""
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with routed experts, ascending, multi-token-prediction layers included."""
         ...
 
     def linears(self, layer: int) -> list[LinearSpec]:

@@ -1,7 +1,7 @@
 """Names and shapes of a decoder-only model: attention of one kind, dense MLPs, routed experts.
 
 Every architecture known here is one `DecoderMap`; they differ in its values (see `architectures`).
-The first `num_dense_layers` layers have a dense MLP, the rest routed and shared experts. A
+The layers `moe_layers` have routed and shared experts, the others a dense MLP. A
 multi-token-prediction (MTP) layer is named like a decoder layer, from `num_hidden_layers` on, and
 adds `eh_proj`, `enorm`, `hnorm` and `shared_head.norm`; published files also carry copies of the
 embedding and the head there.
@@ -29,7 +29,11 @@ class Moe:
 
 @dataclass(frozen=True)
 class DecoderMap:
-    """Names and shapes of one model; sizes in elements. `moe` is None for a dense model."""
+    """Names and shapes of one model; sizes in elements.
+
+    `moe_layers` are those with routed experts, ascending, multi-token-prediction layers included;
+    none, and `moe` is None, for a dense model.
+    """
 
     architecture: str
     vocab_size: int
@@ -37,7 +41,7 @@ class DecoderMap:
     intermediate_size: int
     num_hidden_layers: int
     num_mtp_layers: int
-    num_dense_layers: int
+    moe_layers: tuple[int, ...]
     attention: Gqa | Mla
     moe: Moe | None
     has_mlp_bias: bool
@@ -62,11 +66,6 @@ class DecoderMap:
     def mtp_layers(self) -> range:
         """The multi-token-prediction layers; they follow the target's layers."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_mtp_layers)
-
-    @property
-    def moe_layers(self) -> range:
-        """Layers with routed experts, multi-token-prediction layers included."""
-        return range(self.num_dense_layers, self.layers.stop)
 
     def linears(self, layer: int) -> list[LinearSpec]:
         """Attention, router, dense MLP or shared experts, and an MTP layer's `eh_proj`."""

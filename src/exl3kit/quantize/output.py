@@ -38,7 +38,8 @@ def plain_modules(plan: JobPlan) -> list[str]:
     pattern for the layer would exclude its experts too.
     """
     patterns = ["lm_head", "model.embed_tokens"]
-    patterns += [f"model.layers.{i}.mlp*" for i in range(plan.model.moe_layers.start)]
+    dense = (layer for layer in plan.model.layers if layer not in plan.model.moe_layers)
+    patterns += [f"model.layers.{layer}.mlp*" for layer in dense]
     parts = ("self_attn*", "mlp.gate", "mlp.shared_experts*")
     patterns += [f"model.layers.*.{part}" for part in parts]
     for layer in plan.mtp_layers:

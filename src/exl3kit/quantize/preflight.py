@@ -158,7 +158,8 @@ def _layers_to_quantize(
     checkpoint: Checkpoint, model: ModelMap, options: QuantizeOptions, mtp_layers: range
 ) -> range:
     """The layers whose experts become EXL3, contiguous from the first MoE layer on."""
-    first, last = model.moe_layers.start, mtp_layers.start
+    last = mtp_layers.start
+    first = min([*model.moe_layers, last])
     if first >= last:
         raise UnsupportedError(
             f"{checkpoint.path}: none of its {last} layers has routed experts (the first "

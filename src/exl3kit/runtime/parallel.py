@@ -60,10 +60,11 @@ def _head_faults(model: DecoderMap, tp: int) -> list[str]:
 def _distinct_linears(model: DecoderMap) -> list[LinearSpec]:
     """The linears that are cut: of the first dense and the first expert layer, and one expert."""
     found = []
-    if model.num_dense_layers:
-        found += model.linears(0)
-    if len(model.moe_layers):
-        layer = model.moe_layers.start
+    dense = (layer for layer in model.layers if layer not in model.moe_layers)
+    if (layer := next(dense, None)) is not None:
+        found += model.linears(layer)
+    if model.moe_layers:
+        layer = model.moe_layers[0]
         found += [*model.linears(layer), *model.expert_linears(layer, 0)]
     return [spec for spec in found if spec.shard is not ShardKind.REPLICATED]
 

@@ -146,7 +146,7 @@ def write_r7(out: Path, config: dict[str, Any], k_values: tuple[int, ...] = (3, 
         for expert in range(model.num_experts)
         for spec in model.expert_linears(layer, expert)
     }
-    manifest = R7Manifest(layers.start, layers.stop - 1, k_values)
+    manifest = R7Manifest(layers[0], layers[-1], k_values)
     with CheckpointWriter(out) as writer:
         for name, tensor in plain_tensors(config):
             if name.removesuffix(".weight") not in experts:
