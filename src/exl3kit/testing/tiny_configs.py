@@ -49,7 +49,14 @@ _DEEPSEEK_MOE: dict[str, Any] = {
 _BY_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "DeepseekV2ForCausalLM",
-        {**_MLA, **_DEEPSEEK_MOE, "q_lora_rank": None, "topk_method": "greedy"},
+        {
+            **_MLA,
+            **_DEEPSEEK_MOE,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+        },
     ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**_MLA, **_DEEPSEEK_MOE}),
     "deepseek_v32": ("DeepseekV32ForCausalLM", {**_MLA, **_DEEPSEEK_MOE, **_INDEXER}),

@@ -10,6 +10,15 @@ from exl3kit.models.forward import forward_model
 
 from . import reference
 
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {}),
     ("glm4_moe", {"n_group": 4, "topk_group": 2}),
@@ -25,6 +34,21 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_moe", {"norm_topk_prob": False}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"q_lora_rank": 32, "attention_bias": True, "routed_scaling_factor": 4.0}),
+    (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    ("deepseek_v2", {"rope_scaling": YARN}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True}),
+    ("deepseek_v3", {"n_group": 2, "topk_group": 1, "rope_scaling": YARN}),
+    ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.7}}),
+    ("glm4_moe_lite", {}),
+    ("glm4_moe_lite", {"rope_interleave": False, "v_head_dim": 32}),
+    ("deepseek_v32", {}),
+    ("glm_moe_dsa", {}),
 ]
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 3.0},
@@ -65,3 +89,16 @@ def test_logits_equal_transformers(model_type: str, changes: dict[str, Any]) -> 
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_types(rope: dict[str, Any]) -> None:
     check(reference.tiny("llama", rope_parameters=rope | {"rope_theta": 5000.0}), (130,))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("deepseek_v32", {}),
+        ("glm_moe_dsa", {}),
+        ("glm_moe_dsa", {"num_hidden_layers": 5, "index_topk_freq": 2}),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}),
+    ],
+)
+def test_rows_longer_than_the_choice_of_keys(model_type: str, changes: dict[str, Any]) -> None:
+    check(reference.tiny(model_type, index_topk=12, **changes), (12, 13, 40))
