@@ -53,9 +53,3 @@ def test_refusal_is_one_line_and_exit_code_2(
     assert "tp values that work: 1" in result.stderr
     assert "Traceback" not in result.stderr
     assert not out.exists()
-
-
-def test_eval_names_the_text_it_cannot_read(runner: CliRunner, source: Path) -> None:
-    result = runner.invoke(app, ["eval", str(source), "--text", "absent.txt"])
-    assert result.exit_code == 2
-    assert "absent.txt: cannot be read" in result.stderr
