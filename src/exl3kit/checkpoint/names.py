@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
+from exl3kit.checkpoint.widths import padded
 from exl3kit.errors import CheckpointError
 from exl3kit.format.spec import TILE, Codebook, words_per_tile
 from exl3kit.format.tensors import check_marker
@@ -74,9 +75,9 @@ def expert_rules(
 ) -> Iterator[tuple[str, TensorRule]]:
     """Name and rule of every expert tensor of `layer`, all experts and ranks, in file order.
 
-    `intermediate_size` is that of the whole expert, before the cut.
+    `intermediate_size` is that of the whole expert, before the cut and without padding.
     """
-    width = intermediate_size // manifest.tp
+    width = padded(intermediate_size) // manifest.tp
     is_shared = manifest.rotation_layout == SHARED_H
     stem = f"model.layers.{layer}.mlp.experts"
     for rank in range(manifest.tp) if is_shared else ():

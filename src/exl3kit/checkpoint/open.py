@@ -16,8 +16,9 @@ from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
 from exl3kit.checkpoint.names import RANK_SUFFIX, check_rank_sliced_marker, shared_h_name
 from exl3kit.checkpoint.r7 import R7Manifest, check_r7, is_r7_expert, r7_shared_name
 from exl3kit.checkpoint.reader import read_tensor
+from exl3kit.checkpoint.signs import PACKED, unpack_signs
 from exl3kit.checkpoint.version import warn_if_newer
-from exl3kit.errors import CheckpointError, FormatError
+from exl3kit.errors import CheckpointError
 from exl3kit.format.row_table import RowTable
 from exl3kit.format.spec import TILE
 from exl3kit.format.tensors import Exl3Tensor
@@ -169,9 +170,9 @@ class Checkpoint:
         name = f"{prefix}.{field}"
         if name in self.infos:
             return self.tensor(name)
-        packed = f"{prefix}.{field.removesuffix('h')}"
-        if field in ("suh", "svh") and packed in self.infos:
-            return _unpack_signs(self.tensor(packed), packed)
+        packed = f"{prefix}.{PACKED.get(field)}"
+        if packed in self.infos:
+            return unpack_signs(self.tensor(packed), packed)
         return None
 
     def _required(self, prefix: str, field: str, tensor: torch.Tensor | None) -> torch.Tensor:
@@ -230,13 +231,3 @@ def make_checkpoint(
     claims_exl3 = isinstance(quantization, dict) and quantization.get("quant_method") == "exl3"
     is_exl3 = claims_exl3 or any(name.endswith(_TRELLIS) for name in infos)
     return Checkpoint(folder, config, ORDINARY if is_exl3 else PLAIN, infos, None)
-
-
-def _unpack_signs(words: torch.Tensor, name: str) -> torch.Tensor:
-    """Legacy signs int16 (n/16,) to float16 (n,): bit i of word j is element 16 j + i, set = -1."""
-    if words.dtype != torch.int16 or words.dim() != 1:
-        raise FormatError(
-            f"{name}: expected torch.int16 with 1 dimension, got {words.dtype} {tuple(words.shape)}"
-        )
-    bits = (words[:, None].to(torch.int32) >> torch.arange(16, dtype=torch.int32)) & 1
-    return (1 - 2 * bits).reshape(-1).to(torch.float16)

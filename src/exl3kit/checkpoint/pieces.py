@@ -1,9 +1,12 @@
-"""A tensor to be written that is made of bytes of stored tensors: a copy, a cut, or cuts joined.
+"""A tensor to be written that is made of stored tensors: a copy, a cut, or cuts joined.
 
 Seen as bytes, a tensor cut along axis a is `rows` = shape[0] * ... * shape[a - 1] rows, of which
 the cut takes the same columns of each. With one row the columns are a range of the file, and a copy
 is all of it: such bytes go from file to file in blocks, whatever the tensor's size. With more rows
 the source tensor is read whole, once for all cuts that follow one another.
+
+Packed signs of exllamav3's first versions are the one thing that is written in another form: as the
+vector of +1 and -1 that they stand for.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.shard import Entry
+from exl3kit.checkpoint.signs import unpack_signs
 from exl3kit.errors import CheckpointError
 
 _MAX_OPEN = 128  # of the 1024 descriptors a process may have
@@ -26,11 +31,15 @@ _MAX_OPEN = 128  # of the 1024 descriptors a process may have
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes `start` to `stop` of every row of a stored tensor."""
+    """Bytes `start` to `stop` of every row of a stored tensor.
+
+    `is_packed`: it holds packed signs, and the bytes are those of the unpacked vector.
+    """
 
     info: TensorInfo
     start: int
     stop: int
+    is_packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,14 @@ def joined(name: str, axis: int, cuts: Sequence[tuple[TensorInfo, int, int]]) ->
     return PlannedTensor(name, first.dtype, shape, math.prod(first.shape[:axis]), pieces)
 
 
+def unpacked(name: str, cuts: Sequence[tuple[TensorInfo, int, int]]) -> PlannedTensor:
+    """Signs start to stop of each packed vector (n/16,), joined: float16."""
+    width = torch.float16.itemsize
+    pieces = tuple(Piece(info, start * width, stop * width, True) for info, start, stop in cuts)
+    size = sum(stop - start for _, start, stop in cuts)
+    return PlannedTensor(name, torch.float16, (size,), 1, pieces)
+
+
 class PieceReader:
     """Reads the bytes of planned tensors; keeps files open, and the tensors read whole last.
 
@@ -79,6 +96,13 @@ class PieceReader:
             source = self._whole(piece.info, len(tensor.pieces)).reshape(tensor.rows, -1)
             out[:, column : column + width] = source[first:stop, piece.start : piece.stop]
             column += width
+
+    def signs(self, piece: Piece) -> memoryview:
+        """The bytes of a piece of packed signs, unpacked; FormatError if it is something else."""
+        words = torch.empty(piece.info.shape, dtype=piece.info.dtype)
+        self.read_into(words.view(torch.uint8).numpy().data, piece.info, piece.info.start)
+        vector = unpack_signs(words, piece.info.name)
+        return vector.view(torch.uint8).numpy().data[piece.start : piece.stop]
 
     def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
         """Fill `buffer` from byte `start` of the file of `info`; CheckpointError if it is short."""

@@ -149,6 +149,9 @@ class _Blocks:
 def _copy(tensor: PlannedTensor, reader: PieceReader, blocks: _Blocks) -> None:
     """The bytes of a tensor of one row, range after range."""
     for piece in tensor.pieces:
+        if piece.is_packed:
+            blocks.put(reader.signs(piece))
+            continue
         start, stop = piece.info.start + piece.start, piece.info.start + piece.stop
         while start < stop:
             room = blocks.room()[: stop - start]

@@ -15,7 +15,7 @@ from exl3kit.checkpoint.manifest import RankSlicedManifest
 from exl3kit.checkpoint.names import TensorRule, expert_rules, missing_text
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.r7 import check_r7
-from exl3kit.checkpoint.widths import check_cut
+from exl3kit.checkpoint.widths import check_cut, stored_cut
 from exl3kit.errors import CheckpointError, SliceError
 
 _SHOWN = 32
@@ -87,12 +87,12 @@ def _contradictions(manifest: RankSlicedManifest, model: ExpectedModel) -> list[
         )
     if outside := [layer for layer in manifest.moe_layers if layer not in model.moe_layers]:
         faults.append(f"moe_layers: layers {outside[:8]} have no routed experts in the model")
-    for name, width, tp in (
-        ("hidden_size", model.hidden_size, 1),
-        ("moe_intermediate_size", model.moe_intermediate_size, manifest.tp),
+    for check, name, width, tp in (
+        (check_cut, "hidden_size", model.hidden_size, 1),
+        (stored_cut, "moe_intermediate_size", model.moe_intermediate_size, manifest.tp),
     ):
         try:
-            check_cut(name, width, tp)
+            check(name, width, tp)
         except SliceError as err:
             faults.append(str(err))
     return faults

@@ -22,6 +22,7 @@ from exl3kit.checkpoint.jsonfile import is_bare_name
 from exl3kit.checkpoint.manifest import RankSlicedManifest
 from exl3kit.checkpoint.names import RANK_SUFFIX, check_rank_sliced_marker
 from exl3kit.checkpoint.open import Checkpoint, make_checkpoint, read_config
+from exl3kit.checkpoint.padding import padding_faults
 from exl3kit.checkpoint.sanity import sanity_faults
 from exl3kit.checkpoint.structure import ExpectedModel, structure_faults
 from exl3kit.checkpoint.values import FileFacts, TensorFacts, read_facts
@@ -74,7 +75,10 @@ def verify_checkpoint(
     faults += metadata_faults
     checkpoint = make_checkpoint(folder, config, manifest, scan.tensors)
     if not metadata_faults:
-        faults += structure_faults(checkpoint, model_of(config))
+        model = model_of(config)
+        faults += structure_faults(checkpoint, model)
+        if manifest is not None:
+            faults += padding_faults(checkpoint, manifest, model.moe_intermediate_size)
     faults += _marker_faults(checkpoint)
     listed, sum_faults = _listed_digests(folder)
     facts, digests, read_faults = _read_all(checkpoint, bool(listed), jobs, progress)

@@ -1,9 +1,18 @@
-"""Which widths a tensor-parallel cut may have: whole 128-element Hadamard blocks."""
+"""Which widths a tensor-parallel cut may have: whole 128-element Hadamard blocks.
+
+A file holds an expert whose width is no multiple of 128 with zeros at its end: 320 as 384. Cut for
+three ranks, the slice of the last one ends in those zeros.
+"""
 
 from __future__ import annotations
 
 from exl3kit.errors import SliceError
 from exl3kit.format.spec import HADAMARD_BLOCK
+
+
+def padded(width: int) -> int:
+    """`width` rounded up to whole blocks, as EXL3 files store it."""
+    return -(-width // HADAMARD_BLOCK) * HADAMARD_BLOCK
 
 
 def valid_tp(width: int, limit: int = 16) -> tuple[int, ...]:
@@ -20,3 +29,12 @@ def check_cut(name: str, width: int, tp: int) -> int:
             f"tp values that work: {works}"
         )
     return width // tp
+
+
+def stored_cut(name: str, width: int, tp: int) -> int:
+    """Width of one of `tp` slices of what a file stores of `width`: of `padded(width)`.
+
+    SliceError as in `check_cut`.
+    """
+    stored = padded(width)
+    return check_cut(name if stored == width else f"{name} {width}, padded to", stored, tp)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from exl3kit.checkpoint.inventory import EMBEDDING, KINDS, ROUTED, StoredTensor, kind_of, layer_of
 from exl3kit.checkpoint.names import PROJECTIONS, RANK_SUFFIX, slice_rules
-from exl3kit.checkpoint.widths import check_cut
+from exl3kit.checkpoint.widths import check_cut, padded
 from exl3kit.models.attention import Gqa, Mla
 from exl3kit.models.base import ShardKind
 from exl3kit.models.decoder import DecoderMap
@@ -112,7 +112,7 @@ def moe_shape(model: DecoderMap, deployment: Deployment) -> MoeShape:
     slices = parts // deployment.tp
     return MoeShape(
         hidden_size=model.hidden_size,
-        slice_size=model.moe_intermediate_size // parts,
+        slice_size=padded(model.moe_intermediate_size) // parts,
         num_experts=model.num_experts * slices,
         top_k=model.moe.num_experts_per_tok * slices,
     )

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
 from exl3kit.checkpoint.names import (
     PROJECTIONS,
+    TensorRule,
     check_rank_sliced_marker,
     check_rule,
     missing_text,
@@ -22,6 +25,8 @@ from exl3kit.checkpoint.names import (
     slice_rules,
 )
 from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.checkpoint.padding import check_padding
+from exl3kit.checkpoint.signs import PACKED, WORD_BITS, is_packed, unpack_signs
 from exl3kit.checkpoint.widths import check_cut
 from exl3kit.errors import CheckpointError
 from exl3kit.format.spec import TILE
@@ -48,13 +53,15 @@ HIDDEN_FIELDS = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
 class ExpertSet:
     """The EXL3 experts of `checkpoint` as `manifest` describes them, each `width` channels wide.
 
-    `is_whole` is set for an ordinary checkpoint: names without a rank, and a manifest with tp 1.
+    The last `padding` channels are there for the sake of a multiple of 128 only. `is_whole` is set
+    for experts under names without a rank, of an ordinary or r7 checkpoint; the manifest's tp is 1.
     """
 
     checkpoint: Checkpoint
     manifest: RankSlicedManifest
     hidden_size: int
     width: int
+    padding: int
     is_whole: bool
 
     @property
@@ -63,18 +70,30 @@ class ExpertSet:
         return self.width // self.manifest.tp
 
     def name(self, layer: int, expert: int, proj: str, rank: int, field: str) -> str:
-        """Name of the tensor that holds a field of one rank's slice, a shared one if it is."""
+        """Name of the tensor that holds a field of one rank's slice: a shared one, or packed signs,
+        if that is how it is stored.
+        """
         prefix = f"{experts_prefix(layer)}{expert}.{proj}"
         if self.is_whole:
-            return f"{prefix}.{field}"
+            return self._whole_name(prefix, field)
         ranked = f"{prefix}.rank{rank}"
         is_shared = self.manifest.rotation_layout == SHARED_H
         shared = shared_h_name(ranked, field) if is_shared else None
         return shared or f"{ranked}.{field}"
 
+    def _whole_name(self, prefix: str, field: str) -> str:
+        name = self.checkpoint.shared_name(prefix, field) or f"{prefix}.{field}"
+        packed = f"{prefix}.{PACKED.get(field)}"
+        return packed if self.checkpoint.has(packed) and not self.checkpoint.has(name) else name
+
     def info(self, layer: int, expert: int, proj: str, rank: int, field: str) -> TensorInfo:
         """Where that tensor lies; CheckpointError if it is missing."""
         return self.checkpoint.info(self.name(layer, expert, proj, rank, field))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of that name, packed signs as the vector they stand for."""
+        tensor = self.checkpoint.tensor(name)
+        return unpack_signs(tensor, name) if is_packed(name) else tensor
 
     def owners(self, channels: range) -> range:
         """The ranks that hold `channels`."""
@@ -104,9 +123,10 @@ class ExpertSet:
         return sorted(infos, key=lambda info: (info.file, info.start))
 
     def check(self) -> None:
-        """Names, dtypes, shapes and marker values of all experts; reads the markers.
+        """Names, dtypes, shapes, marker values and padding of all experts.
 
-        CheckpointError or FormatError names the tensor.
+        Reads the markers, and the vectors with padding. CheckpointError or FormatError names the
+        tensor.
         """
         check_cut("hidden_size", self.hidden_size, 1)
         check_cut("moe_intermediate_size", self.width, self.manifest.tp)
@@ -119,6 +139,14 @@ class ExpertSet:
                     f"layer {layer}: {len(extra)} tensors that no EXL3 expert has, "
                     f"first {extra[0]!r}"
                 )
+            if self.padding:
+                self._check_padding(layer)
+
+    def _check_padding(self, layer: int) -> None:
+        last = self.manifest.tp - 1
+        for expert in range(self.manifest.experts_per_layer):
+            names = [self.name(layer, expert, proj, last, "svh") for proj in PROJECTIONS[:2]]
+            check_padding({name: self.tensor(name) for name in names}, self.padding)
 
     def _check_layer(self, layer: int) -> set[str]:
         """The names the layer must have; those that are there are checked."""
@@ -132,7 +160,7 @@ class ExpertSet:
                         name = self.name(layer, expert, proj, rank, field)
                         if name not in expected and self.checkpoint.has(name):
                             info = self.checkpoint.info(name)
-                            check_rule(name, info.dtype, info.shape, rule)
+                            check_rule(name, info.dtype, info.shape, _stored_rule(name, rule))
                             if field == "mcg":
                                 check_rank_sliced_marker(name, self.checkpoint.tensor(name))
                         expected.add(name)
@@ -142,3 +170,8 @@ class ExpertSet:
 def experts_prefix(layer: int) -> str:
     """What the names of a layer's routed experts start with."""
     return f"model.layers.{layer}.mlp.experts."
+
+
+def _stored_rule(name: str, rule: TensorRule) -> TensorRule:
+    """The rule of a vector, or of the packed signs that stand for it."""
+    return TensorRule(torch.int16, (rule.shape[0] // WORD_BITS,)) if is_packed(name) else rule

@@ -21,8 +21,9 @@ from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.manifest import PER_EXPERT, SHARED_H, RankSlicedManifest
 from exl3kit.checkpoint.names import PROJECTIONS, RANK_SUFFIX
 from exl3kit.checkpoint.open import Checkpoint
-from exl3kit.checkpoint.pieces import PlannedTensor, copy_of, joined
-from exl3kit.checkpoint.widths import check_cut
+from exl3kit.checkpoint.pieces import PlannedTensor, copy_of, joined, unpacked
+from exl3kit.checkpoint.signs import WORD_BITS, is_packed
+from exl3kit.checkpoint.widths import check_cut, stored_cut
 from exl3kit.errors import SliceError
 from exl3kit.models.registry import model_map
 from exl3kit.slicing.axes import rank_range
@@ -83,7 +84,10 @@ class SlicePlan:
         side = CUT_SIDES[proj].get(field)
         if side is None:
             owner = self.source.owners(channels).start
-            return copy_of(self.source.info(layer, expert, proj, owner, field), name)
+            info = self.source.info(layer, expert, proj, owner, field)
+            if is_packed(info.name):
+                return unpacked(name, [(info, 0, info.shape[0] * WORD_BITS)])
+            return copy_of(info, name)
         cuts = [
             (
                 self.source.info(layer, expert, proj, owner, field),
@@ -92,7 +96,7 @@ class SlicePlan:
             )
             for owner, part in self.source.overlaps(channels)
         ]
-        return joined(name, side.axis, cuts)
+        return unpacked(name, cuts) if is_packed(cuts[0][0].name) else joined(name, side.axis, cuts)
 
 
 def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
@@ -107,7 +111,7 @@ def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
     model = model_map(checkpoint.config)
     if model.num_experts:
         check_cut("hidden_size", model.hidden_size, 1)
-        check_cut("moe_intermediate_size", model.moe_intermediate_size, options.tp)
+        stored_cut("moe_intermediate_size", model.moe_intermediate_size, options.tp)
     source = expert_set(checkpoint, model)
     target = replace(source, manifest=_target_manifest(source, options), is_whole=False)
     if not source.is_whole and _shape(target.manifest) == _shape(source.manifest):

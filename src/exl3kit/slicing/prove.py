@@ -163,7 +163,7 @@ def _whole_faults(
 def _tensor(
     experts: ExpertSet, linear: tuple[int, int, str], rank: int, field: str
 ) -> torch.Tensor:
-    return experts.checkpoint.tensor(experts.name(*linear, rank, field))
+    return experts.tensor(experts.name(*linear, rank, field))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The EXL3 experts of any checkpoint; an ordinary one is described as a rank-sliced file of tp 1.
+"""The EXL3 experts of any checkpoint; whole ones are described as a rank-sliced file of tp 1.
 
 What the rank-sliced format cannot say is refused here: a codebook other than mcg, a bias, bits
 that differ within an expert, MoE layers with gaps between them.
@@ -6,9 +6,17 @@ that differ within an expert, MoE layers with gaps between them.
 
 from __future__ import annotations
 
-from exl3kit.checkpoint.manifest import MAX_BITS, MIN_BITS, RankSlicedManifest, make_manifest
+from exl3kit.checkpoint.manifest import (
+    MAX_BITS,
+    MIN_BITS,
+    PER_EXPERT,
+    SHARED_H,
+    RankSlicedManifest,
+    make_manifest,
+)
 from exl3kit.checkpoint.names import PROJECTIONS
-from exl3kit.checkpoint.open import ORDINARY, RANK_SLICED, Checkpoint
+from exl3kit.checkpoint.open import PLAIN, Checkpoint
+from exl3kit.checkpoint.widths import padded
 from exl3kit.errors import SliceError
 from exl3kit.format.spec import TILE, Codebook
 from exl3kit.models.base import ModelMap
@@ -16,29 +24,29 @@ from exl3kit.slicing.experts import ExpertSet, experts_prefix
 
 
 def expert_set(checkpoint: Checkpoint, model: ModelMap) -> ExpertSet:
-    """The experts of an ordinary or rank-sliced checkpoint; no tensor is looked at but for names.
+    """The experts of an EXL3 checkpoint of any dialect; only names and shapes are looked at.
 
     SliceError if there are none, or if they are not the model's or not what a rank can have.
     """
-    if checkpoint.dialect not in (ORDINARY, RANK_SLICED):
-        raise SliceError(
-            f"{checkpoint.path}: expected an ordinary EXL3 or a rank-sliced checkpoint, got a "
-            f"{checkpoint.dialect} one"
-        )
+    if checkpoint.dialect == PLAIN:
+        raise SliceError(f"{checkpoint.path}: expected an EXL3 checkpoint, got a plain one")
     manifest = checkpoint.manifest or whole_manifest(checkpoint, model)
     if manifest.experts_per_layer != model.num_experts:
         raise SliceError(
             f"experts: the manifest has {manifest.experts_per_layer} a layer, "
             f"the model has {model.num_experts}"
         )
-    sizes = model.hidden_size, model.moe_intermediate_size
-    return ExpertSet(checkpoint, manifest, *sizes, is_whole=checkpoint.manifest is None)
+    width = padded(model.moe_intermediate_size)
+    padding = width - model.moe_intermediate_size
+    is_whole = checkpoint.manifest is None
+    return ExpertSet(checkpoint, manifest, model.hidden_size, width, padding, is_whole)
 
 
 def whole_manifest(checkpoint: Checkpoint, model: ModelMap) -> RankSlicedManifest:
     """A manifest with tp 1 of the layers whose routed experts are EXL3.
 
-    SliceError names the tensor or the layers that a rank-sliced checkpoint cannot have.
+    Vectors that a layer of the r7 dialect shares stay shared. SliceError names the tensor or the
+    layers that a rank-sliced checkpoint cannot have.
     """
     layers = [layer for layer in model.moe_layers if _is_exl3(checkpoint, model, layer)]
     if not layers:
@@ -53,7 +61,9 @@ def whole_manifest(checkpoint: Checkpoint, model: ModelMap) -> RankSlicedManifes
         )
     experts = range(model.num_experts)
     return make_manifest(
-        1, {layer: tuple(_bits(checkpoint, layer, e) for e in experts) for layer in layers}
+        1,
+        {layer: tuple(_bits(checkpoint, layer, e) for e in experts) for layer in layers},
+        rotation_layout=SHARED_H if checkpoint.r7 else PER_EXPERT,
     )
 
 
@@ -65,6 +75,12 @@ def _is_exl3(checkpoint: Checkpoint, model: ModelMap, layer: int) -> bool:
         for proj in PROJECTIONS
     ]
     lacking = [name for name in linears if not checkpoint.has(f"{name}.trellis")]
+    for name in lacking:
+        if checkpoint.has(f"{name}.slice.0.trellis"):
+            raise SliceError(
+                f"tensor '{name}.slice.0.trellis': an expert in slices with a rotation each cannot "
+                "be cut again; quantise the model again"
+            )
     if lacking and len(lacking) < len(linears):
         raise SliceError(
             f"layer {layer}: {len(lacking)} of {len(linears)} expert linears are not EXL3, first "
