@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -305,5 +305,38 @@ def test_source_truncated_under_our_feet(
     (shard,) = source.glob("*.safetensors")
     monkeypatch.setattr(job, "check_free_space", lambda *_: os.truncate(shard, 100_000))
     with pytest.raises(CheckpointError, match=rf"{shard}: truncated: tensor "):
+        cut(source, tmp_path / "out", 2)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["touched", "grown", "gone", "new"])
+def test_source_that_changes_while_it_is_read(
+    ordinary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """After the last byte was read: what was written may be of two versions."""
+    import exl3kit.slicing.job as job
+
+    source = Path(shutil.copytree(ordinary, tmp_path / "source"))
+    (shard,) = source.glob("*.safetensors")
+    write_map, texts = job._write_map, {
+        "touched": "was written to",
+        "grown": rf"had {shard.stat().st_size} bytes, now {shard.stat().st_size + 1}",
+        "gone": "is gone",
+        "new": "more.safetensors is new",
+    }  # fmt: skip
+
+    def meanwhile(*arguments: Any) -> None:
+        write_map(*arguments)
+        if change == "touched":
+            os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
+        elif change == "grown":
+            os.truncate(shard, shard.stat().st_size + 1)
+        elif change == "gone":
+            shard.unlink()
+        else:
+            (source / "more.safetensors").touch()
+
+    monkeypatch.setattr(job, "_write_map", meanwhile)
+    with pytest.raises(CheckpointError, match=rf"{source}: .*{texts[change]}; start again"):
         cut(source, tmp_path / "out", 2)
     assert list((tmp_path / "out").iterdir()) == []

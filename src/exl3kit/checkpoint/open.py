@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from exl3kit.checkpoint.names import RANK_SUFFIX, check_rank_sliced_marker, shar
 from exl3kit.checkpoint.r7 import R7Manifest, check_r7, is_r7_expert, r7_shared_name
 from exl3kit.checkpoint.reader import read_tensor
 from exl3kit.checkpoint.signs import PACKED, unpack_signs
+from exl3kit.checkpoint.stamps import Stamp, check_stamps, read_stamps
 from exl3kit.checkpoint.version import warn_if_newer
 from exl3kit.errors import CheckpointError
 from exl3kit.format.row_table import RowTable
@@ -33,7 +34,7 @@ class Checkpoint:
 
     `dialect` is "rank-sliced" (EXL3 experts, one slice a rank), "r7" (whole EXL3 experts with
     shared vectors), "ordinary" (EXL3, whole linears) or "plain" (no EXL3). `manifest` is set for
-    "rank-sliced" only, `r7` for "r7" only.
+    "rank-sliced" only, `r7` for "r7" only; `stamps` tells what its shards were when opened.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Checkpoint:
     infos: Mapping[str, TensorInfo]
     manifest: RankSlicedManifest | None
     r7: R7Manifest | None = None
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -92,6 +94,13 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, read now, on the CPU, owning its bytes."""
         return read_tensor(self.info(name))
+
+    def check_unchanged(self) -> None:
+        """CheckpointError if a shard changed, went or came since `open_checkpoint`.
+
+        To be asked when all has been read, before what was made of it is called finished.
+        """
+        check_stamps(self.path, self.stamps)
 
     def is_exl3(self, prefix: str) -> bool:
         """True if `prefix` is an EXL3 linear: it has a trellis that is no row table."""
@@ -181,9 +190,9 @@ class Checkpoint:
         return tensor
 
     def _check_markers(self, prefix: str, found: dict[str, torch.Tensor | None]) -> None:
-        for field in ("mul1", "mcg"):
-            if (marker := found[field]) is not None:
-                check_rank_sliced_marker(f"{prefix}.{field}", marker)
+        for codebook in ("mul1", "mcg"):
+            if (marker := found[codebook]) is not None:
+                check_rank_sliced_marker(f"{prefix}.{codebook}", marker)
         self._required(prefix, "mcg", found["mcg"])
 
 
@@ -196,11 +205,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     folder = Path(path)
     config = read_config(folder)
     manifest = RankSlicedManifest.from_config(config, folder)
+    stamps = read_stamps(folder)  # before the headers: what changes from here on is seen
     checkpoint = make_checkpoint(folder, config, manifest, read_index(folder))
     if checkpoint.r7 is not None:
         check_r7(checkpoint.r7, checkpoint.infos)
     warn_if_newer(config)
-    return checkpoint
+    return replace(checkpoint, stamps=stamps)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

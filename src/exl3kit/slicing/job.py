@@ -49,8 +49,8 @@ def slice_checkpoint(
     """Write the checkpoint `src` into the new folder `out`, its experts cut for `options.tp` ranks.
 
     Whatever `plan_slice`, the disk or the output folder rule out is refused, as an Exl3Error,
-    before anything is written; a run that fails later leaves no model behind, and the next one
-    into the same folder starts clean.
+    before anything is written; a run that fails later, as when the source changed while it was
+    read, leaves no model behind, and the next one into the same folder starts clean.
     """
     plan = plan_slice(open_checkpoint(src), options)
     total = sum(tensor.nbytes for tensor in plan.tensors())
@@ -67,6 +67,7 @@ def slice_checkpoint(
         writer.copy(plan.tensors(), count)
         writer.copy_side_files(plan.source.checkpoint.path)
         _write_map(plan, writer)
+        plan.source.checkpoint.check_unchanged()
         writer.finish(output_config(plan))
     manifest = plan.manifest
     experts = len(manifest.moe_layers) * manifest.experts_per_layer
