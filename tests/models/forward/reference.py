@@ -37,18 +37,28 @@ def reference_model(config: Mapping[str, Any], seed: int = 0) -> torch.nn.Module
     own = transformers.AutoConfig.for_model(**keys)
     own._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+    randomize(model, seed)
+    return model
+
+
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Draw all of a module's tensors, norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         is_norm = "norm" in name and tensor.dim() == 1 and not name.endswith("bias")
         tensor.copy_(1 + 0.2 * noise if is_norm else noise * tensor.shape[-1] ** -0.5)
-    return model
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The model's tensors as checkpoints have them: stacked experts taken apart."""
+    """The model's tensors as checkpoints have them."""
+    return unstacked(model.state_dict())
+
+
+def unstacked(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with the stacked experts of transformers taken apart."""
     tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in stacked.items():
         match = _STACKED.fullmatch(name)
         if match is None:
             tensors[name] = tensor

@@ -9,6 +9,7 @@ import pytest
 from exl3kit.errors import CheckpointError, Exl3Error, UnsupportedError
 from exl3kit.models.forward import forward_model
 from exl3kit.models.forward.gqa import GqaAttention
+from exl3kit.models.forward.routers import SigmoidRouter
 
 from .reference import tiny
 
@@ -57,6 +58,13 @@ def test_older_spelling_of_rope() -> None:
         ("glm4_moe", {"scoring_func": "softmax"}, UnsupportedError, "scoring_func: .*'softmax'"),
         ("glm4_moe", {"n_group": 3}, CheckpointError, "n_group 3, topk_group 1"),
         ("glm4_moe", {"n_group": 8, "topk_group": 4}, CheckpointError, "n_group 8, topk_group 4"),
+        ("glm4_moe", {"n_group": 16}, CheckpointError, "n_group 16"),
+        ("deepseek_v2", {"norm_topk_prob": True}, UnsupportedError, "norm_topk_prob: expected Fal"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, UnsupportedError, "scoring_func: .*'sigmoid'"),
+        ("deepseek_v2", {"topk_method": "random"}, UnsupportedError, "topk_method: .*'random'"),
+        ("deepseek_v32", {"rope_interleave": False}, UnsupportedError, "rope_interleave"),
+        ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, UnsupportedError, "turns 32 of qk_rope"),
+        ("glm_moe_dsa", {"index_topk": 0}, CheckpointError, "index_topk"),
         ("glm4_moe", {"partial_rotary_factor": 0.55}, UnsupportedError, "partial_rotary_factor"),
     ],
 )
@@ -81,3 +89,9 @@ def test_refusals_name_the_value(
 def test_rope_refusals(rope: dict[str, Any], error: type[Exl3Error], words: str) -> None:
     with pytest.raises(error, match=words):
         forward_model(tiny("llama", rope_parameters=rope))
+
+
+def test_deepseek_v2_with_a_correction_bias_routes_as_v3() -> None:
+    router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+    second, third = (forward_model(tiny(t, **router)) for t in ("deepseek_v2", "deepseek_v3"))
+    assert isinstance(second.router, SigmoidRouter) and second.router == third.router
