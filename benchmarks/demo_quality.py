@@ -28,11 +28,14 @@ from torch import Tensor
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.evaluate.perplexity import perplexity
+from exl3kit.format.spec import Codebook
+from exl3kit.models.base import ShardKind
 from exl3kit.models.forward import forward_model
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.quantize.calibration import encode_text
-from exl3kit.quantize.experts import ExpertJob
+from exl3kit.quantize.experts import layer_scale
 from exl3kit.quantize.job import quantize_checkpoint
+from exl3kit.quantize.layout import Layout
 from exl3kit.quantize.preflight import QuantizeOptions
 from exl3kit.quantize.tensor import quantize_tensors
 
@@ -106,23 +109,19 @@ def scale_costs(bits: int, layer: int, experts: range) -> list[ScaleCost]:
     """Quantise slices of one layer twice, without Hessian: the scale is all that differs."""
     checkpoint = open_checkpoint(MODEL)
     weights = ModuleWeights(checkpoint, f"model.layers.{layer}.")
-    job = ExpertJob(bits, TP, 0, lambda tensor, result: None)
-    scales = job.scales(weights, checkpoint.config["n_routed_experts"])
+    layout, num_experts = Layout(TP), checkpoint.config["n_routed_experts"]
     costs = []
     for projection in PROJECTIONS:
-        slices = [
-            piece
-            for expert in experts
-            for piece in job.slices(
-                weights[f"mlp.experts.{expert}.{projection}.weight"], projection
-            )
-        ]
+        kind = ShardKind.ROW if projection == "down_proj" else ShardKind.COLUMN
+        dense = [weights[f"mlp.experts.{expert}.{projection}.weight"].T for expert in experts]
+        slices = [piece for weight in dense for piece, _ in layout.split(weight, None, kind)]
+        scale = layer_scale(weights, num_experts, projection, layout, bits, Codebook.MCG, 0)
         errors = [
             [
                 stats.proxy_error
                 for _, stats in quantize_tensors(slices, [None] * len(slices), bits, scales=fixed)
             ]
-            for fixed in ([scales[projection]] * len(slices), None)
+            for fixed in ([scale] * len(slices), None)
         ]
         pooled, own = (sum(e) / len(e) for e in errors)
         costs.append(ScaleCost(layer, projection, pooled, own))

@@ -16,13 +16,17 @@ from safetensors.torch import load_file, save_file
 
 from exl3kit.checkpoint.names import expert_rules
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
+from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import CheckpointError, Exl3Error, FormatError, SliceError, UnsupportedError
 from exl3kit.models.module_weights import ModuleWeights
-from exl3kit.quantize.calibration import TextError
+from exl3kit.models.registry import model_map
+from exl3kit.quantize.documents import TextError
 from exl3kit.quantize.job import quantize_checkpoint
 from exl3kit.quantize.preflight import QuantizeOptions
 from exl3kit.quantize.report import QuantizeReport
+from exl3kit.quantize.store import Step
 from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
+from tests.quantize import quick
 
 # One MoE layer of 24 slices with 64 tiles each: about 4 s of encoding on two cores.
 SPEC = TinyGlm4Moe(
@@ -47,19 +51,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def done(
     source: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Checkpoint, QuantizeReport, list[tuple[int, int, str]]]:
+) -> tuple[Checkpoint, QuantizeReport, list[Step]]:
     """One finished job, its report and its progress calls."""
-    seen: list[tuple[int, int, str]] = []
+    seen: list[Step] = []
     out = tmp_path_factory.mktemp("job") / "out"
-    report = quantize_checkpoint(source, out, OPTIONS, progress=lambda *call: seen.append(call))
+    report = quantize_checkpoint(source, out, OPTIONS, progress=seen.append)
     return open_checkpoint(out), report, seen
 
 
-Done = tuple[Checkpoint, QuantizeReport, list[tuple[int, int, str]]]
+Done = tuple[Checkpoint, QuantizeReport, list[Step]]
+
+
+@pytest.fixture
+def quick_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick.install(monkeypatch)
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Content of every file but the log, which has times in it."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    del found["quantization_log.jsonl"]
+    return found
 
 
 def edit_source(
@@ -96,6 +108,7 @@ def test_experts_are_dialect_a_and_all_else_is_copied(source: Path, done: Done) 
         assert torch.equal(copy.view(torch.uint8), original[name].view(torch.uint8)), name
     bias = checkpoint.info("model.layers.1.mlp.gate.e_score_correction_bias")
     assert bias.dtype == torch.float32
+    assert not verify_checkpoint(checkpoint.path, model_map).faults
 
 
 def test_metadata_and_side_files(source: Path, done: Done) -> None:
@@ -105,12 +118,13 @@ def test_metadata_and_side_files(source: Path, done: Done) -> None:
     block = config["hybrid_tr3_tail"]
     assert (block["bits"], block["rotation_layout"]) == (2, "per_expert_v1")
     assert (block["source_format"], block["producer"]) == ("BF16", "exl3kit")
-    assert block["calibration"] == report.calibration
+    assert (block["slicing"], block["calibration"]) == ("independent", report.calibration)
     assert report.calibration["tokens_per_layer"] == 4 * 128
     original = json.loads((source / "config.json").read_text())
     assert {k: v for k, v in config.items() if k in original} == original
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (checkpoint.path / name).read_bytes() == (source / name).read_bytes()
+    assert not (checkpoint.path / ".exl3kit-job").exists()
 
 
 def test_decoded_slices_are_the_source_weights_within_the_rate(source: Path, done: Done) -> None:
@@ -123,35 +137,41 @@ def test_decoded_slices_are_the_source_weights_within_the_rate(source: Path, don
         # 2 bits on Gaussian weights: 0.068 (mcg). Error feedback pays weight error for output
         # error: 0.111 to 0.120 here. Another matrix, or ranks in the wrong order, gives about 2.
         assert error.square().mean() / dense[name].float().square().mean() < 0.125
-    for result in report.slices:
+    for result in report.results:
         assert 0 < result.proxy_error < 0.075, result.name
 
 
-def test_report_and_progress_cover_every_slice(done: Done) -> None:
+def test_report_log_and_progress_cover_every_slice(done: Done) -> None:
     checkpoint, report, seen = done
-    assert [call[0] for call in seen] == list(range(1, 25))
-    assert {call[1] for call in seen} == {24}
-    assert [call[2] for call in seen] == [result.name for result in report.slices]
+    assert [step.done for step in seen] == [step.layer_done for step in seen] == [*range(1, 25)]
+    assert {(step.total, step.layer_total) for step in seen} == {(24, 24)}
     stored = json.loads((checkpoint.path / "quantization_report.json").read_text())
     assert stored == json.loads(json.dumps(report.to_json()))
     (gate, up, down) = report.summaries()
-    assert (gate.projection, up.projection, down.projection) == (
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    errors = [r.proxy_error for r in report.slices if r.projection == "down_proj"]
+    assert [line.module for line in (gate, up, down)] == ["gate_proj", "up_proj", "down_proj"]
+    errors = [r.proxy_error for r in report.results if ".down_proj." in r.name]
     assert down.max_proxy_error == max(errors) == stored["proxy_error"][down.worst]
     assert down.mean_proxy_error == pytest.approx(sum(errors) / len(errors))
 
+    log = (checkpoint.path / "quantization_log.jsonl").read_text().splitlines()
+    lines = {line["name"]: line for line in map(json.loads, log)}
+    assert [step.name for step in seen] == list(lines)
+    for result in report.results:
+        line = lines[result.name]
+        assert (line["bits"], line["proxy_error"]) == (2, result.proxy_error)
+        assert line["seconds"] > 0
+        assert 0 <= line["tokens"] <= 4 * 128
+    gates = [line["tokens"] for name, line in lines.items() if "gate_proj.rank0" in name]
+    assert sum(gates) == 2 * 4 * 128  # two experts a token
 
-def test_same_seed_writes_the_same_bytes_on_any_number_of_threads(
+
+def test_same_seed_writes_the_same_bytes_on_any_number_of_threads_and_experts_at_once(
     source: Path, done: Done, tmp_path: Path
 ) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS)
+        quantize_checkpoint(source, tmp_path / "out", replace(OPTIONS, at_once=3))
     finally:
         torch.set_num_threads(threads)
     assert files(tmp_path / "out") == files(done[0].path)
@@ -170,38 +190,58 @@ def test_starved_experts_are_quantised_counted_and_logged(
     counts = {"routed": 2, "mostly_layer": 0, "layer": 2, "all": 0, "none": 0}
     assert report.calibration["experts_by_hessian"] == counts
     assert "'layer': 2" in caplog.text
-    starved = [r for r in report.slices if r.expert == 3]
+    starved = [r for r in report.results if ".experts.3." in r.name]
     assert len(starved) == 6
-    assert all(r.coverage == "layer" and r.proxy_error < 0.08 for r in starved)
+    assert all(r.coverage == "layer" and not r.tokens for r in starved)
+    assert all(r.proxy_error < 0.08 for r in starved)
 
 
-def test_trellis_mtp_and_a_dead_layer_need_no_hessian(source: Path, tmp_path: Path) -> None:
-    def kill_inputs(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        tensors["model.layers.1.post_attention_layernorm.weight"].zero_()
+def test_all_tokens_for_every_expert(source: Path, tmp_path: Path, quick_encoder: None) -> None:
+    report = quantize_checkpoint(source, tmp_path / "out", replace(OPTIONS, route_all=True))
+    assert {(r.coverage, r.tokens) for r in report.results} == {("all", 4 * 128)}
 
-    src = edit_source(source, tmp_path / "src", kill_inputs)
+
+def test_trellis_mtp_is_calibrated_by_its_own_forward(
+    source: Path, tmp_path: Path, quick_encoder: None
+) -> None:
     options = replace(OPTIONS, mtp="trellis", shim="modelopt")
-    report = quantize_checkpoint(src, tmp_path / "out", options)
-    assert report.calibration["experts_by_hessian"]["none"] == 8
-    assert all(0.05 < result.proxy_error < 0.08 for result in report.slices)
+    report = quantize_checkpoint(source, tmp_path / "out", options)
     checkpoint = open_checkpoint(tmp_path / "out")
     assert checkpoint.config["hybrid_tr3_tail"]["moe_layers"] == [1, 2]
     assert checkpoint.has("model.layers.2.mlp.experts.3.down_proj.rank1.trellis")
     assert not checkpoint.has("model.layers.2.mlp.experts.3.down_proj.weight")
     assert checkpoint.has("model.layers.2.eh_proj.weight")
+    gates = [r.tokens for r in report.results if r.name.endswith("gate_proj.rank0")]
+    assert sum(gates[:4]) == 2 * 4 * 128
+    assert sum(gates[4:]) == 2 * 4 * 127  # the last token of a row has no next one
     shim = checkpoint.config["quantization_config"]
     assert shim["quant_method"] == "modelopt"
-    assert "model.layers.2.eh_proj*" in shim["exclude_modules"]
-    assert "model.layers.2*" not in shim["exclude_modules"]
+    assert "model.layers.*.eh_proj" in shim["exclude_modules"]
+    assert not any("experts" in name and "shared" not in name for name in shim["exclude_modules"])
+
+
+def test_a_dead_layer_needs_no_hessian(source: Path, tmp_path: Path) -> None:
+    def kill_inputs(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors["model.layers.1.post_attention_layernorm.weight"].zero_()
+
+    src = edit_source(source, tmp_path / "src", kill_inputs)
+    report = quantize_checkpoint(src, tmp_path / "out", OPTIONS)
+    assert report.calibration["experts_by_hessian"]["none"] == 4
+    assert all(0.05 < result.proxy_error < 0.08 for result in report.results)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"bits": 2.5}, FormatError, "bits: expected an integer from 2 to 6"),
+        ({"bits": 2.5}, FormatError, "bits: expected a whole number from 2 to 6"),
         ({"bits": 7}, FormatError, "got 7"),
         ({"tp": 3}, SliceError, "tp values that work: 1, 2"),
         ({"tp": 0}, SliceError, "tp: expected at least 1"),
+        ({"codebook": "mul1"}, FormatError, "expected mcg for rank-sliced experts, got mul1"),
+        ({"tp": None, "bits": 2.5}, FormatError, "2.5 exists with codebook mul1 only"),
+        ({"tp": None, "shim": "modelopt"}, FormatError, "only rank-sliced files have one"),
+        ({"at_once": 0}, FormatError, "at_once: expected at least 1"),
+        ({"mtp": "trellis", "cols": 1}, FormatError, "cols: expected more than the 1 tokens"),
         ({"cols": 10**6}, TextError, "expected at least one row of 1000000"),
     ],
 )
@@ -232,7 +272,7 @@ def _set(**keys: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], Non
 @pytest.mark.parametrize(
     ("change", "options", "error", "words"),
     [
-        (_set(architectures=["OlmoForCausalLM"]), {}, UnsupportedError, "OlmoForCausalLM"),
+        (_set(architectures=["PhiForCausalLM"]), {}, UnsupportedError, "PhiForCausalLM"),
         (
             _set(first_k_dense_replace=2),
             {},
@@ -240,7 +280,7 @@ def _set(**keys: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], Non
             "none of its 2 layers has routed experts",
         ),
         (_set(hidden_size=192), {}, SliceError, "hidden_size 192"),
-        (_set(quantization_config={"quant_method": "fp8"}), {}, UnsupportedError, "'fp8'"),
+        (_set(quantization_config={"quant_method": "awq"}), {}, UnsupportedError, "'awq'"),
         (_set(quantization_config={"quant_method": "exl3"}), {}, CheckpointError, "already EXL3"),
         (
             _drop("model.layers.1.mlp.experts.1.up_proj.weight"),
@@ -249,7 +289,7 @@ def _set(**keys: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], Non
             r"experts\.1\.up_proj\.weight: missing",
         ),
         (_drop("model.norm.weight"), {}, CheckpointError, r"model\.norm\.weight: missing"),
-        (_narrow, {}, CheckpointError, r"experts\.1\.up_proj\.weight: expected .*\(256, 128\)"),
+        (_narrow, {}, CheckpointError, r"experts\.1\.up_proj\.weight.*expected .*\[256, 128\]"),
         (
             _set(num_nextn_predict_layers=0),
             {"mtp": "trellis"},
@@ -257,7 +297,7 @@ def _set(**keys: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], Non
             "mtp 'trellis'",
         ),
     ],
-    ids=["arch", "no-moe", "hidden", "fp8", "exl3", "expert", "norm", "shape", "mtp"],
+    ids=["arch", "no-moe", "hidden", "awq", "exl3", "expert", "norm", "shape", "mtp"],
 )
 def test_sources_that_cannot_work(
     source: Path,
@@ -298,7 +338,7 @@ def test_output_folder_must_be_new(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="expected an empty or new output folder"):
         quantize_checkpoint(source, tmp_path, OPTIONS)
-    assert (tmp_path / "mine.txt").read_text() == "keep"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_full_disk_is_refused_before_work(

@@ -1,4 +1,4 @@
-"""`exl3kit quantize`: a BF16 MoE checkpoint to a rank-sliced EXL3 one."""
+"""`exl3kit quantize`: an unquantised checkpoint to an EXL3 one, ordinary or rank-sliced."""
 
 from __future__ import annotations
 
@@ -10,49 +10,143 @@ import typer
 from exl3kit.cli.console import err, out
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
     from exl3kit.quantize.report import QuantizeReport
+    from exl3kit.quantize.store import Step
+
+_HEAD_BITS = 6.0  # exllamav3's default: the head is read once a token and decides it
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(help="Folder of the BF16 checkpoint.")],
-    output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
-    bits: Annotated[int, typer.Option(help="Bits per weight of the routed experts, 2 to 6.")],
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks to cut the experts for.")],
+    source: Annotated[
+        Path, typer.Argument(help="Folder of a BF16, FP16, FP32 or FP8 (block scales) checkpoint.")
+    ],
+    output: Annotated[
+        Path, typer.Argument(help="Folder to write: new, empty, or of a stopped run to go on with.")
+    ],
+    bits: Annotated[
+        float,
+        typer.Option(help="Bits per weight of the routed experts; with mul1 also 1.5 to 3.5."),
+    ],
+    tp: Annotated[
+        int | None,
+        typer.Option(help="Ranks to cut the experts for; without it the checkpoint is ordinary."),
+    ] = None,
+    slice_mode: Annotated[
+        Literal["independent", "cut"],
+        typer.Option(help="With --tp: quantise every rank's part, or the whole and cut it."),
+    ] = "independent",
+    codebook: Annotated[
+        Literal["mcg", "mul1", "3inst"], typer.Option(help="With --tp mcg only.")
+    ] = "mcg",
+    dense: Annotated[
+        str | None,
+        typer.Option(
+            help="Other linears to quantise: any of attention, mlp, shared_experts, head, "
+            "separated by commas, each with =BITS or at --bits (head: 6)."
+        ),
+    ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="UTF-8 text to calibrate on; a bundled text if not given.")
+        list[Path] | None,
+        typer.Option(help="UTF-8 text or JSON lines to calibrate on; may be repeated."),
+    ] = None,
+    text_field: Annotated[
+        str | None, typer.Option(help="Field of the JSON lines that has the text.")
     ] = None,
     rows: Annotated[int, typer.Option(help="Calibration rows.")] = 64,
     cols: Annotated[int, typer.Option(help="Tokens of a calibration row.")] = 512,
     seed: Annotated[int, typer.Option(help="Draws the rows and the sign vectors.")] = 0,
+    route_all: Annotated[
+        bool, typer.Option("--route-all", help="Calibrate every expert on all tokens.")
+    ] = False,
     mtp: Annotated[
         Literal["bf16", "trellis"],
-        typer.Option(help="Experts of next-token layers: copy them, or quantise uncalibrated."),
+        typer.Option(help="Next-token layers: copy them, or quantise them as the others."),
     ] = "bf16",
     shim: Annotated[
         Literal["modelopt"] | None,
-        typer.Option(help="Write this quant_method, for tools that do not know exl3."),
+        typer.Option(help="With --tp: write this quant_method, for tools that do not know exl3."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1.")] = "cpu",
+    jobs: Annotated[int, typer.Option(help="Experts encoded together.")] = 1,
+    spill: Annotated[
+        Path | None, typer.Option(help="Folder for activations that do not fit in memory.")
     ] = None,
 ) -> None:
-    """Quantise the routed experts of a Glm4Moe checkpoint, cut for --tp ranks; copy the rest."""
+    """Quantise a checkpoint layer by layer; a run that was stopped goes on where it was."""
     from exl3kit.quantize.job import quantize_checkpoint
     from exl3kit.quantize.preflight import QuantizeOptions
 
-    options = QuantizeOptions(bits, tp, rows, cols, seed, mtp, shim)
+    options = QuantizeOptions(
+        bits=int(bits) if bits.is_integer() else bits,
+        tp=tp,
+        slice_mode=slice_mode,
+        codebook=codebook,
+        dense=_groups(dense, bits),
+        rows=rows,
+        cols=cols,
+        seed=seed,
+        route_all=route_all,
+        mtp=mtp,
+        shim=shim,
+        device=device,
+        at_once=jobs,
+        spill=spill,
+    )
     with _progress() as bar:
-        task = bar.add_task("reading", total=None)
-
-        def show(done: int, total: int, name: str) -> None:
-            layer = name.removeprefix("model.").partition(".mlp")[0]
-            bar.update(task, completed=done, total=total, description=layer)
-
-        report = quantize_checkpoint(source, output, options, calibration, show)
+        show = _Bars(bar)
+        report = quantize_checkpoint(
+            source, output, options, calibration or (), text_field, progress=show
+        )
     _print(report, output)
 
 
+def _groups(text: str | None, bits: float) -> dict[str, int | float]:
+    """`attention=5,head` as bits by group."""
+    from exl3kit.quantize.recipe import GROUPS, RecipeError
+
+    found: dict[str, int | float] = {}
+    for part in text.split(",") if text else ():
+        group, equals, rate = part.strip().partition("=")
+        if group not in GROUPS:
+            raise RecipeError(f"--dense: expected some of {', '.join(GROUPS)}, got {group!r}")
+        try:
+            value = float(rate) if equals else _HEAD_BITS if group == "head" else bits
+        except ValueError:
+            raise RecipeError(f"--dense {group}: expected a number of bits, got {rate!r}") from None
+        found[group] = int(value) if value.is_integer() else value
+    return found
+
+
+class _Bars:
+    """Two lines: the job, and the layer at work; each with the time it will still take."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._whole = bar.add_task("reading", total=None)
+        self._layer: TaskID | None = None
+        self._shown: str | None = None
+
+    def __call__(self, step: Step) -> None:
+        """Show a finished matrix; what an earlier run did does not count for the speed."""
+        layer = step.name.removeprefix("model.").partition(".mlp")[0].partition(".self_attn")[0]
+        if self._shown is None:
+            self._bar.reset(self._whole, total=step.total, completed=step.done, description="job")
+        self._bar.update(self._whole, completed=step.done)
+        if layer != self._shown:
+            if self._layer is not None:
+                self._bar.remove_task(self._layer)
+            self._layer = self._bar.add_task(
+                layer, total=step.layer_total, completed=step.layer_done
+            )
+            self._shown = layer
+        elif self._layer is not None:
+            self._bar.update(self._layer, completed=step.layer_done)
+
+
 def _progress() -> Progress:
-    """Layer, bar, slices done, time gone and time left, on stderr."""
+    """Name, bar, matrices done, time gone and time left, on stderr."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -78,11 +172,12 @@ def _print(report: QuantizeReport, output: Path) -> None:
 
     from exl3kit.quantize.report import REPORT_NAME
 
-    table = Table("layer", "projection", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("scale g", "mean proxy error", "max proxy error"):
+    table = Table("layer", "linear", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("bits", "scale g", "mean proxy error", "max proxy error"):
         table.add_column(heading, justify="right")
     for line in report.summaries():
+        layer = "" if line.layer is None else str(line.layer)
         errors = f"{line.mean_proxy_error:.5f}", f"{line.max_proxy_error:.5f}"
-        table.add_row(str(line.layer), line.projection, f"{line.scale:.3f}", *errors)
+        table.add_row(layer, line.module, f"{line.bits:g}", f"{line.scale:.3f}", *errors)
     out.print(table)
     out.print(f"{output}: mean proxy error {report.mean_proxy_error:.5f}; see {REPORT_NAME}")

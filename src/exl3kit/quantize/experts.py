@@ -1,149 +1,178 @@
-"""Routed experts of one layer: cut into rank slices, each quantised as an EXL3 linear of its own.
+"""Routed experts of one layer: quantised one after another on the tokens routed to them.
 
-Gate and up are cut by output channels and every slice uses the whole (H, H) Hessian; down is cut by
-input channels and a slice uses its diagonal block of the (I, I) Hessian. A slice's error feedback
-stays inside the slice. Slices of one shape go to the quantiser together, which keeps its threads
-busy. A projection has one scale g a layer: searching each slice costs as much as encoding it.
+Gate and up share the Hessian of the expert's inputs, down has that of its activations. The linears
+of `at_once` experts go to the quantiser together: one matrix offers it a row of tiles at a time,
+which leaves cores, or a GPU, idle. A projection has one scale g a layer and rate: searching each
+matrix costs as much as encoding it.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from exl3kit.checkpoint.names import PROJECTIONS
-from exl3kit.format.spec import Codebook
-from exl3kit.format.tensors import Exl3Tensor
-from exl3kit.models.forward import ForwardModel, Weights, gated_activation
-from exl3kit.quantize.hessian import UNCALIBRATED, Coverage, ExpertHessians, LayerHessians
-from exl3kit.quantize.report import SliceResult, slice_name
+from exl3kit.models.base import ShardKind
+from exl3kit.models.forward import ForwardModel, Routing, Weights, gated_activation
+from exl3kit.quantize.activations import PIECE_TOKENS
+from exl3kit.quantize.contents import PlannedLinear
+from exl3kit.quantize.hessian import ExpertHessians, LayerHessians
+from exl3kit.quantize.layout import Layout
+from exl3kit.quantize.linears import Assignment, LinearQuantizer
 from exl3kit.quantize.scale import search_scale
-from exl3kit.quantize.tensor import quantize_tensors
+from exl3kit.quantize.weights import LayerWeights
 
-# Projections whose slices have one shape, and so go to the quantiser in one call.
-_GATE_UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
-_GROUPS = (_GATE_UP, _DOWN)
-# Experts a scale is searched on, one slice of each. The error is flat around its minimum: 0.01 off
-# costs 0.04 % at 3 bits, 0.05 off 0.9 %, and 32 tiles find g within 0.02.
+# Experts a scale is searched on. The error is flat around its minimum: 0.01 off costs 0.04 % at 3
+# bits, 0.05 off 0.9 %, and 32 tiles find g within 0.02.
 _SCALE_EXPERTS = 2
+
+Projections = tuple[PlannedLinear, PlannedLinear, PlannedLinear]  # gate, up, down
 
 
 @dataclass(frozen=True)
-class ExpertJob:
-    """What all experts of a run share; `emit` is given every finished slice with its result."""
+class _Routed:
+    """An expert, the indices (n,) of the tokens routed to it, and their weights (n,)."""
 
-    bits: int
-    tp: int
-    seed: int
-    emit: Callable[[Exl3Tensor, SliceResult], None]
-
-    def scales(self, weights: Weights, num_experts: int) -> dict[str, float]:
-        """The g of each projection of a layer, from slices of a few experts spread over it."""
-        step = -(-num_experts // _SCALE_EXPERTS)
-        scales = {}
-        for projection in PROJECTIONS:
-            slices = [
-                self.slices(_dense(weights, expert, projection), projection)[0]
-                for expert in range(0, num_experts, step)
-            ]
-            scales[projection] = search_scale(slices, self.bits, Codebook.MCG, self.seed)
-        return scales
-
-    def quantize(
-        self,
-        layer: int,
-        expert: int,
-        dense: Mapping[str, Tensor],
-        hessians: ExpertHessians,
-        scales: Mapping[str, float],
-    ) -> dict[str, Tensor]:
-        """Quantise one expert's projections (out_features, in_features); returns them decoded."""
-        decoded = {}
-        for group in _GROUPS:
-            places = [(projection, rank) for projection in group for rank in range(self.tp)]
-            names = [slice_name(layer, expert, *place) for place in places]
-            done = quantize_tensors(
-                [piece for p in group for piece in self.slices(dense[p], p)],
-                [piece for p in group for piece in self.slice_hessians(hessians, p)],
-                self.bits,
-                Codebook.MCG,
-                scales=[scales[projection] for projection, _ in places],
-                seeds=[slice_seed(self.seed, name) for name in names],
-            )
-            for place, (tensor, stats) in zip(places, done, strict=True):
-                coverage = Coverage.NONE if stats.fallback else hessians.coverage
-                figures = stats.proxy_error, stats.scale, coverage
-                self.emit(tensor, SliceResult(layer, expert, *place, *figures))
-            for i, projection in enumerate(group):
-                parts = [t.dequantize() for t, _ in done[i * self.tp : (i + 1) * self.tp]]
-                decoded[projection] = torch.cat(parts, dim=_cut_dim(projection)).T
-        return decoded
-
-    def slices(self, weight: Tensor, projection: str) -> list[Tensor]:
-        """(out_features, in_features) -> one (in, out) contiguous matrix a rank."""
-        pieces = weight.T.chunk(self.tp, dim=_cut_dim(projection))
-        return [piece.contiguous() for piece in pieces]
-
-    def slice_hessians(self, hessians: ExpertHessians, projection: str) -> list[Tensor | None]:
-        """The Hessian of each rank's slice: all of it, or for down the slice's diagonal block."""
-        if projection != "down_proj":
-            return [hessians.gate_up] * self.tp
-        if hessians.down is None:
-            return [None] * self.tp
-        size = len(hessians.down) // self.tp
-        spans = [slice(rank * size, (rank + 1) * size) for rank in range(self.tp)]
-        return [hessians.down[span, span].contiguous() for span in spans]
+    expert: int
+    index: Tensor
+    weight: Tensor
 
 
-def slice_seed(seed: int, name: str) -> int:
-    """The sign seed of one slice, by the job's seed and its name, whatever the order of work."""
-    return zlib.crc32(f"{seed}:{name}".encode())
+class ExpertPass:
+    """The routed experts of `layer` and its `tokens` (T, H), wherever those lie.
 
-
-def _cut_dim(projection: str) -> int:
-    """The dimension of an (in, out) matrix that ranks share out: the intermediate one."""
-    return 0 if projection == "down_proj" else 1
-
-
-def _dense(weights: Weights, expert: int, projection: str) -> Tensor:
-    return weights[f"mlp.experts.{expert}.{projection}.weight"]
-
-
-def quantize_layer(
-    job: ExpertJob,
-    layer: int,
-    tokens: Tensor,
-    weights: Weights,
-    model: ForwardModel,
-) -> Tensor:
-    """Quantise all routed experts of `layer` on its input tokens (T, H).
-
-    Returns what the quantised experts make of those tokens, (T, H): the routed sum that the next
-    layer is calibrated on.
+    `planned` is empty if the experts stay as they are. With `route_all` Hessians are made of all
+    tokens, as if the router sent every expert each of them; what the layer computes is the same.
     """
-    routing = model.route(tokens, weights)
-    hessians = LayerHessians(f"model.layers.{layer}", len(tokens))
-    hessians.add(tokens)
-    scales = job.scales(weights, model.num_experts)
-    out = torch.zeros_like(tokens)
-    for expert, index, weight in routing.by_expert(model.num_experts):
-        dense = {p: _dense(weights, expert, p) for p in PROJECTIONS}
-        inputs = tokens.index_select(0, index)
-        own = hessians.of(expert, dense["gate_proj"], dense["up_proj"], [inputs])
-        decoded = job.quantize(layer, expert, dense, own, scales)
-        activation = gated_activation(inputs, decoded["gate_proj"], decoded["up_proj"])
-        out.index_add_(0, index, F.linear(activation, decoded["down_proj"]) * weight[:, None])
-    return out
+
+    def __init__(
+        self,
+        model: ForwardModel,
+        layer: int,
+        planned: Sequence[Projections],
+        weights: LayerWeights,
+        quantizer: LinearQuantizer,
+        tokens: Tensor,
+        device: torch.device,
+        route_all: bool,
+    ) -> None:
+        self._model, self._layer, self._planned = model, layer, planned
+        self._weights, self._quantizer = weights, quantizer
+        self._tokens, self._device, self._route_all = tokens, device, route_all
+        self._scales: dict[tuple[str, int | float], float] = {}
+
+    def run_into(self, out: Tensor, at_once: int) -> None:
+        """Quantise all experts, and write what they make of the tokens to `out` (T, H)."""
+        out.zero_()
+        routed = [_Routed(*found) for found in self._routing().by_expert(self._model.num_experts)]
+        for start in range(0, len(routed), at_once):
+            group = routed[start : start + at_once]
+            if self._planned:
+                self._quantize(group)
+            for one in group:
+                self._add_output(one, out)
+
+    def _routing(self) -> Routing:
+        parts = [self._model.route(piece, self._weights) for piece in self._pieces()]
+        return Routing(
+            torch.cat([part.topk_ids for part in parts]),
+            torch.cat([part.topk_weights for part in parts]),
+        )
+
+    def _quantize(self, group: Sequence[_Routed]) -> None:
+        """All linears of some experts: gates and ups in one call, downs in another."""
+        work = [assignment for one in group for assignment in self._assignments(one)]
+        for names in (PROJECTIONS[:2], PROJECTIONS[2:]):
+            chosen = [a for a in work if a.spec.name.endswith(names)]
+            self._quantizer.quantize(chosen, self._planned[0][0].layout)
+
+    def _assignments(self, one: _Routed) -> Iterator[Assignment]:
+        """What is left to do of an expert; its Hessians are made only if there is something."""
+        planned = self._planned[one.expert]
+        if all(self._quantizer.is_done(p.spec.name, p.layout) for p in planned):
+            return
+        dense = [self._dense(one.expert, name) for name in PROJECTIONS]
+        hessians = self._expert_hessians(one, dense[0], dense[1])
+        moments = (hessians.gate_up, hessians.gate_up, hessians.down)
+        for name, linear, weight, moment in zip(PROJECTIONS, planned, dense, moments, strict=True):
+            yield Assignment(
+                spec=linear.spec,
+                bits=linear.bits,
+                weight=weight,
+                hessian=moment,
+                coverage=hessians.coverage,
+                tokens=len(self._tokens) if self._route_all else len(one.index),
+                scale=self._scale(linear, name),
+            )
+
+    def _expert_hessians(self, one: _Routed, gate: Tensor, up: Tensor) -> ExpertHessians:
+        if self._route_all:
+            return self._hessians.of_all(one.expert, gate, up, self._pieces())
+        return self._hessians.of(one.expert, gate, up, [self._inputs(one)])
+
+    @cached_property
+    def _hessians(self) -> LayerHessians:
+        found = LayerHessians(f"model.layers.{self._layer}", len(self._tokens))
+        for piece in self._pieces():
+            found.add(piece)
+        return found
+
+    def _pieces(self) -> Iterator[Tensor]:
+        return (piece.to(self._device) for piece in self._tokens.split(PIECE_TOKENS))
+
+    def _scale(self, linear: PlannedLinear, projection: str) -> float:
+        key = projection, linear.bits
+        if key not in self._scales:
+            quantizer, count = self._quantizer, self._model.num_experts
+            settings = linear.bits, quantizer.codebook, quantizer.seed
+            found = layer_scale(self._weights, count, projection, linear.layout, *settings)
+            self._scales[key] = found
+        return self._scales[key]
+
+    def _add_output(self, one: _Routed, out: Tensor) -> None:
+        """Add an expert's weighted output for its tokens, as the checkpoint will have it."""
+        if not len(one.index):
+            return
+        gate, up, down = (self._final(one.expert, i) for i in range(len(PROJECTIONS)))
+        result = F.linear(gated_activation(self._inputs(one), gate, up), down)
+        result *= one.weight[:, None]
+        out.index_add_(0, one.index.to(out.device), result.to(out.device))
+
+    def _final(self, expert: int, projection: int) -> Tensor:
+        if not self._planned:
+            return self._dense(expert, PROJECTIONS[projection])
+        linear = self._planned[expert][projection]
+        return self._quantizer.decoded(linear.spec, linear.layout, self._device)
+
+    def _inputs(self, one: _Routed) -> Tensor:
+        chosen = self._tokens.index_select(0, one.index.to(self._tokens.device))
+        return chosen.to(self._device)
+
+    def _dense(self, expert: int, projection: str) -> Tensor:
+        return self._weights[f"mlp.experts.{expert}.{projection}.weight"]
 
 
-def quantize_layer_blind(job: ExpertJob, layer: int, weights: Weights, num_experts: int) -> None:
-    """Quantise all routed experts of a layer that is not calibrated (MTP): no error feedback."""
-    scales = job.scales(weights, num_experts)
-    for expert in range(num_experts):
-        dense = {p: _dense(weights, expert, p) for p in PROJECTIONS}
-        job.quantize(layer, expert, dense, UNCALIBRATED, scales)
+def layer_scale(
+    weights: Weights,
+    num_experts: int,
+    projection: str,
+    layout: Layout,
+    bits: int | float,
+    codebook: str,
+    seed: int,
+) -> float:
+    """The g of one projection of a layer, from a matrix each of a few experts spread over it.
+
+    `weights` has the layer's tensors by local name, with `num_experts` experts.
+    """
+    kind = ShardKind.ROW if projection == "down_proj" else ShardKind.COLUMN
+    matrices = []
+    for expert in range(0, num_experts, -(-num_experts // _SCALE_EXPERTS)):
+        weight = weights[f"mlp.experts.{expert}.{projection}.weight"].T
+        matrices.append(layout.split(weight, None, kind)[0][0])
+    return search_scale(matrices, bits, codebook, seed)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from exl3kit.checkpoint.atomic import check_free_space
-from exl3kit.checkpoint.manifest import MAX_BITS, MIN_BITS
-from exl3kit.checkpoint.names import PROJECTIONS
-from exl3kit.checkpoint.open import PLAIN
+from exl3kit.checkpoint.forms import stored_form
+from exl3kit.checkpoint.fp8 import FP8_DTYPES
+from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.checkpoint.manifest import RankSlicedManifest, make_manifest
+from exl3kit.checkpoint.open import ORDINARY, PLAIN, RANK_SLICED
+from exl3kit.checkpoint.values import read_facts
 from exl3kit.checkpoint.widths import check_cut
-from exl3kit.checkpoint.writer import DEFAULT_SHARD_BYTES
 from exl3kit.errors import CheckpointError, FormatError, SliceError, UnsupportedError
+from exl3kit.format.spec import Codebook, check_codebook
 from exl3kit.log import get_logger
-from exl3kit.models.base import ModelMap
+from exl3kit.models.decoder import DecoderMap
 from exl3kit.models.forward import ForwardModel, forward_model
 from exl3kit.models.registry import model_map
+from exl3kit.quantize.bit_plan import HEAD, BitPlan, uniform
+from exl3kit.quantize.contents import Contents, layer_of, total_bytes
+from exl3kit.quantize.layout import WHOLE, Layout, SliceMode
+from exl3kit.quantize.recipe import MtpMode, Recipe
 
 if TYPE_CHECKING:
     from exl3kit.checkpoint.open import Checkpoint
@@ -31,76 +40,98 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What the user chose. `bits` 2..6 for every expert, `tp` rank slices.
+    """What the user chose.
 
-    Calibration is on `rows` rows of `cols` tokens; `seed` draws them and the sign vectors. `mtp`
-    says what becomes of the experts of a next-token layer: copied (`bf16`) or quantised without
-    calibration (`trellis`). `shim` writes quant_method `modelopt`, for tools that do not know EXL3.
+    bits        of every routed expert, or a plan of all that becomes EXL3
+    dense       beside a number of bits: group of other linears -> bits (groups: `recipe.GROUPS`)
+    tp          ranks to cut the experts for; None writes an ordinary checkpoint, experts whole
+    slice_mode  whether a rank's part is quantised by itself or cut from the whole (see `layout`)
+    codebook    "mcg", which rank-sliced files need; "mul1" and "3inst" in ordinary ones
+    rows, cols  calibration rows and their tokens; `seed` draws them and the sign vectors
+    route_all   experts' Hessians are made of all tokens, whatever the router says
+    mtp         what becomes of next-token layers: copied, or quantised as the plan says
+    shim        write quant_method `modelopt`, for tools that do not know EXL3
+    device      where the forward pass and the encoder run
+    at_once     experts encoded together
+    spill       folder for activations that do not fit in memory
     """
 
-    bits: int
-    tp: int
+    bits: int | float | BitPlan
+    tp: int | None = None
+    slice_mode: SliceMode = "independent"
+    codebook: str = "mcg"
+    dense: Mapping[str, int | float] = field(default_factory=dict)
     rows: int = 64
     cols: int = 512
     seed: int = 0
-    mtp: Literal["bf16", "trellis"] = "bf16"
+    route_all: bool = False
+    mtp: MtpMode = "bf16"
     shim: Literal["modelopt"] | None = None
+    device: str = "cpu"
+    at_once: int = 1
+    spill: Path | None = None
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A job that passed `plan_job`: the experts of `quantized_layers` become EXL3.
-
-    `mtp_layers` are the next-token layers the source holds; `source_format` its experts' dtype.
-    """
+    """A job that passed `plan_job`. `mtp_layers` are the next-token layers the source holds;
+    `source_format` is the dtype of the weights that are quantised."""
 
     options: QuantizeOptions
-    model: ModelMap
     forward: ForwardModel
-    quantized_layers: range
+    contents: Contents
     mtp_layers: range
     source_format: str
 
     @property
-    def num_slices(self) -> int:
-        """Slices the job writes: layers x experts x 3 projections x tp."""
-        experts = len(self.quantized_layers) * self.model.num_experts
-        return experts * len(PROJECTIONS) * self.options.tp
+    def dialect(self) -> str:
+        """ "ordinary" or "rank-sliced"."""
+        return ORDINARY if self.options.tp is None else RANK_SLICED
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices the job quantises."""
+        return sum(len(self.contents.matrices(layer)) for layer in self.contents.layers)
 
 
-def plan_job(checkpoint: Checkpoint, options: QuantizeOptions, out: Path) -> JobPlan:
-    """Check source, options and disk; no weight is read.
+def plan_job(checkpoint: Checkpoint, options: QuantizeOptions) -> JobPlan:
+    """Check source and options; no weight is read.
 
-    UnsupportedError: another architecture, no routed experts, a source that is quantised in some
-    other format. CheckpointError: already EXL3, missing or misshapen tensors (all are counted), too
-    little disk. FormatError: bits. SliceError: a tp or a hidden size that 128 does not allow.
+    UnsupportedError: an architecture or a config without a forward pass, a source quantised in
+    another format, nothing to quantise. CheckpointError: already EXL3, missing or misshapen tensors
+    (all are counted). FormatError: rates and codebooks the output cannot have. SliceError: a tp or
+    a hidden size that 128 does not allow.
     """
-    model, forward = model_map(checkpoint.config), forward_model(checkpoint.config)
+    model = model_map(checkpoint.config)
     _check_source(checkpoint)
-    _check_bits(options.bits)
-    if options.tp < 1:
-        raise SliceError(f"tp: expected at least 1, got {options.tp}")
-    check_cut("hidden_size", model.hidden_size, 1)
-    check_cut("moe_intermediate_size", model.moe_intermediate_size, options.tp)
-    mtp_layers = _stored_mtp_layers(checkpoint, model)
-    if options.mtp == "trellis" and not mtp_layers:
-        raise CheckpointError(
-            f"{checkpoint.path}: mtp 'trellis': expected a next-token layer in the source, found "
-            "none; use mtp 'bf16'"
-        )
-    layers = _layers_to_quantize(checkpoint, model, options, mtp_layers)
+    forward = forward_model(checkpoint.config)
+    _check_output(options, model)
+    mtp_layers = stored_mtp_layers(checkpoint, model)
+    bits = _bits(checkpoint, model, options, mtp_layers)
+    dialect = ORDINARY if options.tp is None else RANK_SLICED
+    bits.check(model, dialect, options.codebook)
     _check_tensors(checkpoint, model, mtp_layers)
-    first = model.expert_linears(layers[0], 0)[0].name
-    plan = JobPlan(
-        options,
-        model,
-        forward,
-        layers,
-        mtp_layers,
-        _SOURCE_DTYPES[checkpoint.info(f"{first}.weight").dtype],
-    )
-    _check_disk(checkpoint, out, plan)
-    return plan
+    layout = WHOLE if options.tp is None else Layout(options.tp, options.slice_mode)
+    contents = Contents(checkpoint, model, bits, layout, Codebook(options.codebook))
+    if options.tp is not None:
+        rank_sliced_manifest(options.tp, bits)  # refuses layers that are not contiguous
+    return JobPlan(options, forward, contents, mtp_layers, _source_format(checkpoint, contents))
+
+
+def rank_sliced_manifest(
+    tp: int, bits: BitPlan, extra: Mapping[str, Any] | None = None
+) -> RankSlicedManifest:
+    """The manifest of the plan's experts, whose rates `BitPlan.check` found whole."""
+    experts = {layer: tuple(map(int, rates)) for layer, rates in bits.experts.items()}
+    return make_manifest(tp, experts, extra)
+
+
+def check_disk(out: Path, plan: JobPlan) -> None:
+    """CheckpointError unless there is room for what `out` does not hold yet."""
+    hidden = 4 * plan.options.rows * plan.options.cols * plan.contents.model.hidden_size
+    parts = [*out.glob("*.part"), *out.glob("*.safetensors")] if out.is_dir() else ()
+    there = sum(512 * path.stat().st_blocks for path in parts)
+    check_free_space(out, max(0, total_bytes(plan.contents) + 2 * hidden - there))
 
 
 def check_finite(checkpoint: Checkpoint) -> None:
@@ -109,41 +140,23 @@ def check_finite(checkpoint: Checkpoint) -> None:
     One pass over the source costs minutes for the largest models, encoding them hours: better to
     stop here than in the middle.
     """
-    for name in checkpoint.names():
-        tensor = checkpoint.tensor(name)
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            count = int((~torch.isfinite(tensor)).sum())
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {name!r}: expected finite values, got {count} NaN or "
-                f"infinite of {tensor.numel()}"
-            )
+    files: dict[Path, list[TensorInfo]] = defaultdict(list)
+    for info in checkpoint.infos.values():
+        files[info.file].append(info)
+    for file in sorted(files):
+        facts = read_facts(file, files[file], use_digest=False, count=lambda size: None)
+        for name, found in facts.tensors.items():
+            if found.num_bad:
+                raise CheckpointError(
+                    f"{checkpoint.path}: tensor {name!r}: expected finite values, got "
+                    f"{found.num_bad} NaN or infinite of {found.num_values}"
+                )
 
 
-def _check_source(checkpoint: Checkpoint) -> None:
-    if checkpoint.dialect != PLAIN:
-        raise CheckpointError(
-            f"{checkpoint.path}: already EXL3 ({checkpoint.dialect}); quantise the model it was "
-            "made from"
-        )
-    if quantization := checkpoint.config.get("quantization_config"):
-        raise UnsupportedError(
-            f"{checkpoint.path}: quantization_config {quantization.get('quant_method')!r}: "
-            "expected an unquantised checkpoint"
-        )
-
-
-def _check_bits(bits: object) -> None:
-    if isinstance(bits, bool) or not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS:
-        raise FormatError(
-            f"bits: expected an integer from {MIN_BITS} to {MAX_BITS} for rank-sliced experts, "
-            f"got {bits}"
-        )
-
-
-def _stored_mtp_layers(checkpoint: Checkpoint, model: ModelMap) -> range:
+def stored_mtp_layers(checkpoint: Checkpoint, model: DecoderMap) -> range:
     """The next-token layers that are there: transformers drops them when it saves a model."""
-    names = checkpoint.names()
-    if any(n.startswith(f"model.layers.{i}.") for i in model.mtp_layers for n in names):
+    stored = {layer_of(name) for name in checkpoint.names()}
+    if any(layer in stored for layer in model.mtp_layers):
         return model.mtp_layers
     if model.mtp_layers:
         _log.warning(
@@ -154,30 +167,98 @@ def _stored_mtp_layers(checkpoint: Checkpoint, model: ModelMap) -> range:
     return range(model.mtp_layers.start, model.mtp_layers.start)
 
 
-def _layers_to_quantize(
-    checkpoint: Checkpoint, model: ModelMap, options: QuantizeOptions, mtp_layers: range
-) -> range:
-    """The layers whose experts become EXL3, contiguous from the first MoE layer on."""
-    last = mtp_layers.start
-    first = min([*model.moe_layers, last])
-    if first >= last:
-        raise UnsupportedError(
-            f"{checkpoint.path}: none of its {last} layers has routed experts (the first "
-            f"{first} are dense); a rank-sliced checkpoint needs them"
+def layers_to_quantize(model: DecoderMap, mtp: MtpMode, mtp_layers: range) -> tuple[int, ...]:
+    """The layers whose routed experts become EXL3 where every layer's do."""
+    target = range(model.num_hidden_layers)
+    side = mtp_layers if mtp == "trellis" else ()
+    return tuple(layer for layer in model.moe_layers if layer in target or layer in side)
+
+
+def _check_source(checkpoint: Checkpoint) -> None:
+    if checkpoint.dialect != PLAIN:
+        raise CheckpointError(
+            f"{checkpoint.path}: already EXL3 ({checkpoint.dialect}); quantise the model it was "
+            "made from"
         )
-    return range(first, mtp_layers.stop if options.mtp == "trellis" else last)
+    quantization = checkpoint.config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if quantization and method != "fp8":
+        raise UnsupportedError(
+            f"{checkpoint.path}: quantization_config {method!r}: expected a checkpoint in BF16, "
+            "FP16, FP32, or FP8 with block scales"
+        )
 
 
-def _check_tensors(checkpoint: Checkpoint, model: ModelMap, mtp_layers: range) -> None:
+def _check_output(options: QuantizeOptions, model: DecoderMap) -> None:
+    codebook = check_codebook(options.codebook)
+    for name in ("rows", "cols", "at_once"):
+        if getattr(options, name) < 1:
+            raise FormatError(f"{name}: expected at least 1, got {getattr(options, name)}")
+    if options.tp is None:
+        if options.shim is not None:
+            raise FormatError("shim: only rank-sliced files have one; give a tp")
+        return
+    if options.tp < 1:
+        raise SliceError(f"tp: expected at least 1, got {options.tp}")
+    if codebook is not Codebook.MCG:
+        raise FormatError(
+            f"codebook: expected mcg for rank-sliced experts, got {codebook}; leave out tp for an "
+            "ordinary checkpoint"
+        )
+    if not model.num_experts:
+        raise UnsupportedError(
+            f"{model.architecture}: has no routed experts, which a rank-sliced checkpoint needs; "
+            "leave out tp for an ordinary one"
+        )
+    check_cut("hidden_size", model.hidden_size, 1)
+    check_cut("moe_intermediate_size", model.moe_intermediate_size, options.tp)
+
+
+def _bits(
+    checkpoint: Checkpoint, model: DecoderMap, options: QuantizeOptions, mtp_layers: range
+) -> BitPlan:
+    """The plan for what the source has; without one, the same rate for every routed expert."""
+    if options.mtp == "trellis" and not mtp_layers:
+        raise CheckpointError(
+            f"{checkpoint.path}: mtp 'trellis': expected a next-token layer in the source, found "
+            "none; use mtp 'bf16'"
+        )
+    if options.mtp == "trellis" and options.cols <= len(mtp_layers):
+        raise FormatError(
+            f"cols: expected more than the {len(mtp_layers)} tokens that next-token layers look "
+            f"ahead, got {options.cols}"
+        )
+    layers = layers_to_quantize(model, options.mtp, mtp_layers)
+    bits = options.bits
+    if not isinstance(bits, BitPlan):
+        modules = Recipe(dense=options.dense).module_bits(model)
+        bits = uniform(model, layers, bits, modules)
+    kept = set(model.mtp_layers) - set(mtp_layers if options.mtp == "trellis" else ())
+    plan = BitPlan(
+        {layer: rates for layer, rates in bits.experts.items() if layer not in kept},
+        {n: k for n, k in bits.modules.items() if layer_of(n) not in kept and _has(checkpoint, n)},
+    )
+    if (not plan.experts and not plan.modules) or (options.tp is not None and not plan.experts):
+        raise UnsupportedError(
+            f"{checkpoint.path}: none of its {model.num_hidden_layers} layers has routed experts "
+            "to quantise; other linears become EXL3 in an ordinary checkpoint, by --dense"
+        )
+    return plan
+
+
+def _has(checkpoint: Checkpoint, module: str) -> bool:
+    """Whether the source has the linear; a tied head is there as the embedding."""
+    return checkpoint.has(f"{module}.weight") or module == HEAD
+
+
+def _check_tensors(checkpoint: Checkpoint, model: DecoderMap, mtp_layers: range) -> None:
     """Presence, shape and dtype of every tensor of the model, all faults in one error."""
     absent = tuple(f"model.layers.{i}." for i in model.mtp_layers if i not in mtp_layers)
     faults = []
     for spec in model.tensors():
-        if checkpoint.has(spec.name):
-            info = checkpoint.info(spec.name)
-            if info.shape != spec.shape or info.dtype not in _SOURCE_DTYPES:
-                wanted = f"a 16 or 32 bit float of shape {spec.shape}"
-                faults.append(f"{spec.name}: expected {wanted}, got {info.dtype} {info.shape}")
+        form = stored_form(checkpoint, spec.name, spec.shape)
+        if form is not None:
+            faults += form.faults or _dtype_faults(checkpoint, spec.name)
         elif not spec.is_optional and not spec.name.startswith(absent):
             faults.append(f"{spec.name}: missing")
     if faults:
@@ -185,20 +266,16 @@ def _check_tensors(checkpoint: Checkpoint, model: ModelMap, mtp_layers: range) -
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{more}")
 
 
-def _check_disk(checkpoint: Checkpoint, out: Path, plan: JobPlan) -> None:
-    """Room for the output and for the shard that the writer spools."""
-    needed = _output_bytes(checkpoint, plan)
-    needed += min(needed, DEFAULT_SHARD_BYTES)
-    check_free_space(out, needed)
+def _dtype_faults(checkpoint: Checkpoint, name: str) -> list[str]:
+    dtype = checkpoint.info(name).dtype
+    if dtype in _SOURCE_DTYPES or dtype in FP8_DTYPES:
+        return []
+    return [f"tensor {name!r}: expected BF16, FP16, FP32 or FP8, got {dtype}"]
 
 
-def _output_bytes(checkpoint: Checkpoint, plan: JobPlan) -> int:
-    """Tensor bytes of the output: what is copied, and each slice's trellis, suh, svh and marker."""
-    prefixes = tuple(f"model.layers.{layer}.mlp.experts." for layer in plan.quantized_layers)
-    copied = sum(
-        checkpoint.info(name).nbytes for name in checkpoint.names() if not name.startswith(prefixes)
-    )
-    hidden = plan.model.hidden_size
-    width = plan.model.moe_intermediate_size // plan.options.tp
-    one_slice = plan.options.bits * hidden * width // 8 + 2 * (hidden + width) + 4
-    return copied + plan.num_slices * one_slice
+def _source_format(checkpoint: Checkpoint, contents: Contents) -> str:
+    """The dtype of the first linear that becomes EXL3."""
+    planned = (linear for layer in contents.layers for linear in contents.linears(layer))
+    name = f"{next(planned).spec.name}.weight"
+    dtype = checkpoint.info(name if checkpoint.has(name) else "model.embed_tokens.weight").dtype
+    return "FP8" if dtype in FP8_DTYPES else _SOURCE_DTYPES[dtype]

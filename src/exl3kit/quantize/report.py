@@ -1,46 +1,60 @@
-"""What a quantisation reached: proxy errors by layer and projection, and the Hessians used."""
+"""What a quantisation reached: proxy errors by layer and linear, and the Hessians used."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from exl3kit.log import get_logger
+from exl3kit.quantize.calibration import Calibration
+from exl3kit.quantize.contents import Contents
 from exl3kit.quantize.hessian import Coverage
+from exl3kit.quantize.journal import Journal, MatrixResult
+from exl3kit.quantize.preflight import QuantizeOptions
+
+_log = get_logger(__name__)
 
 REPORT_NAME = "quantization_report.json"
 
-
-@dataclass(frozen=True)
-class SliceResult:
-    """One quantised slice; `proxy_error` = tr(E^T H E) / tr(W^T H W), H = 1 where there is none."""
-
-    layer: int
-    expert: int
-    projection: str
-    rank: int
-    proxy_error: float
-    scale: float
-    coverage: Coverage
-
-    @property
-    def name(self) -> str:
-        """The slice's name, to which its tensors' fields are added."""
-        return slice_name(self.layer, self.expert, self.projection, self.rank)
-
-
-def slice_name(layer: int, expert: int, projection: str, rank: int) -> str:
-    """Name of one rank's slice of one expert's projection in a rank-sliced checkpoint."""
-    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}.rank{rank}"
+_NAME = re.compile(
+    r"(?:model\.layers\.(?P<layer>\d+)\.)?(?:mlp\.experts\.(?P<expert>\d+)\.)?"
+    r"(?P<module>.+?)(?:\.rank\d+)?"
+)
 
 
 @dataclass(frozen=True)
-class ProjectionSummary:
-    """All slices of one projection of one layer; `scale` is the g they share."""
+class Place:
+    """Where a matrix belongs: `expert` None for dense linears, `layer` None for the head."""
 
-    layer: int
-    projection: str
+    layer: int | None
+    expert: int | None
+    module: str
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        """Of a matrix by its name in the log; `module` is a routed expert's projection alone."""
+        match = _NAME.fullmatch(name)
+        assert match is not None, name
+        return cls(_number(match["layer"]), _number(match["expert"]), match["module"])
+
+
+def _number(digits: str | None) -> int | None:
+    return None if digits is None else int(digits)
+
+
+@dataclass(frozen=True)
+class ModuleSummary:
+    """All matrices of one linear of a layer; of routed experts, those of one projection.
+
+    `scale` is the g of the worst, which routed experts of one rate share.
+    """
+
+    layer: int | None
+    module: str
+    bits: float
     scale: float
     mean_proxy_error: float
     max_proxy_error: float
@@ -49,38 +63,40 @@ class ProjectionSummary:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """Every slice in the order it was written, and how the calibration was made."""
+    """Every matrix in the order of the checkpoint, and how the calibration was made."""
 
-    slices: tuple[SliceResult, ...]
+    results: tuple[MatrixResult, ...]
     calibration: dict[str, Any]
 
-    def summaries(self) -> list[ProjectionSummary]:
-        """One line a layer and projection, in layer order."""
-        groups: dict[tuple[int, str], list[SliceResult]] = {}
-        for result in self.slices:
-            groups.setdefault((result.layer, result.projection), []).append(result)
-        return [_summary(results) for results in groups.values()]
+    def summaries(self) -> list[ModuleSummary]:
+        """One line a layer and linear, in the order of the checkpoint."""
+        groups: dict[tuple[int | None, str], list[MatrixResult]] = {}
+        for result in self.results:
+            place = Place.of(result.name)
+            groups.setdefault((place.layer, place.module), []).append(result)
+        return [_summary(*key, results) for key, results in groups.items()]
 
     @property
     def mean_proxy_error(self) -> float:
-        """Mean over all slices."""
-        return sum(r.proxy_error for r in self.slices) / len(self.slices)
+        """Mean over all matrices."""
+        return sum(r.proxy_error for r in self.results) / len(self.results)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of quantization_report.json; no times: equal runs write equal bytes."""
+        """The content of quantization_report.json; no times: equal jobs write equal bytes."""
         return {
             "calibration": self.calibration,
             "summary": [asdict(summary) for summary in self.summaries()],
-            "proxy_error": {result.name: result.proxy_error for result in self.slices},
+            "proxy_error": {result.name: result.proxy_error for result in self.results},
         }
 
 
-def _summary(results: list[SliceResult]) -> ProjectionSummary:
+def _summary(layer: int | None, module: str, results: list[MatrixResult]) -> ModuleSummary:
     errors = [r.proxy_error for r in results]
     worst = max(results, key=lambda r: r.proxy_error)
-    return ProjectionSummary(
-        layer=worst.layer,
-        projection=worst.projection,
+    return ModuleSummary(
+        layer=layer,
+        module=module,
+        bits=sum(r.bits for r in results) / len(results),
         scale=worst.scale,
         mean_proxy_error=sum(errors) / len(errors),
         max_proxy_error=worst.proxy_error,
@@ -88,7 +104,32 @@ def _summary(results: list[SliceResult]) -> ProjectionSummary:
     )
 
 
-def coverage_counts(slices: Iterable[SliceResult]) -> dict[str, int]:
-    """Experts by the origin of their Hessians, all origins listed."""
-    counts = Counter({(s.layer, s.expert): s.coverage for s in slices}.values())
+def coverage_counts(results: Iterable[MatrixResult]) -> dict[str, int]:
+    """Routed experts by the origin of their Hessians, all origins listed."""
+    origins: dict[tuple[int | None, int], Coverage] = {}
+    for result in results:
+        place = Place.of(result.name)
+        if place.expert is not None:
+            origins[place.layer, place.expert] = result.coverage
+    counts = Counter(origins.values())
     return {str(kind): counts[kind] for kind in Coverage}
+
+
+def make_report(
+    contents: Contents, journal: Journal, texts: Calibration, options: QuantizeOptions
+) -> QuantizeReport:
+    """The report of a job whose matrices are all in the log; it also logs what was not covered."""
+    matrices = (matrix for layer in contents.layers for matrix in contents.matrices(layer))
+    results = tuple(journal.result(matrix.name) for matrix in matrices)
+    counts = coverage_counts(results)
+    if any(counts[kind] for kind in (Coverage.MOSTLY_LAYER, Coverage.LAYER, Coverage.NONE)):
+        _log.warning("experts by the origin of their Hessians: %s", counts)
+    calibration = {
+        "text": ", ".join(texts.texts),
+        "rows": texts.rows.shape[0],
+        "cols": texts.rows.shape[1],
+        "seed": options.seed,
+        "tokens_per_layer": texts.rows.numel(),
+        "experts_by_hessian": counts,
+    }
+    return QuantizeReport(results, calibration)

@@ -1,0 +1,104 @@
+"""`quantization_log.jsonl`: one line for each matrix that is done, written when its bytes are.
+
+It is the user's log and the job's memory at once: a line says that a matrix is stored and what it
+cost, and carries the CRC-32 of its stored bytes, so that after a power cut a line whose bytes never
+reached the disk is found out. Times make it the one file of two equal jobs that differs, so it is
+not in SHA256SUMS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exl3kit.checkpoint.atomic import disk_errors
+from exl3kit.format.tensors import Exl3Tensor
+from exl3kit.quantize.hessian import Coverage
+
+LOG_NAME = "quantization_log.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixResult:
+    """One quantised matrix; `proxy_error` = tr(E' H E) / tr(W' H W), H = 1 where there is none.
+
+    `name` is a linear's, or that of one rank's part of it. `tokens` are those that reached the
+    linear in calibration, `coverage` is where its Hessian comes from, `scale` the g it shares.
+    """
+
+    name: str
+    bits: int | float
+    proxy_error: float
+    scale: float
+    coverage: Coverage
+    tokens: int
+
+
+class Journal:
+    """The log of one job, taken up where it ends; a line cut short by a kill is dropped.
+
+    Use as a context manager.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: dict[str, tuple[MatrixResult, int]] = {}
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            record: dict[str, Any] = json.loads(line)
+            del record["seconds"]
+            crc = record.pop("crc32")
+            record["coverage"] = Coverage(record["coverage"])
+            self._lines[record["name"]] = MatrixResult(**record), crc
+        with disk_errors(path.parent):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+            os.ftruncate(self._descriptor, len(whole))
+        self._end = len(whole)
+
+    def get(self, name: str) -> tuple[MatrixResult, int] | None:
+        """The result of matrix `name` and the CRC-32 of its bytes; None if it is not done."""
+        return self._lines.get(name)
+
+    def result(self, name: str) -> MatrixResult:
+        """The result of a matrix that is done."""
+        return self._lines[name][0]
+
+    def add(self, result: MatrixResult, crc: int, seconds: float) -> None:
+        """Write a line; a disk that is full leaves the log as it was."""
+        record = {**asdict(result), "seconds": round(seconds, 3), "crc32": crc}
+        data = (json.dumps(record) + "\n").encode()
+        with disk_errors(self._path.parent):
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._descriptor, data[done:], self._end + done)
+        self._end += len(data)
+        self._lines[result.name] = result, crc
+
+    def sync(self) -> None:
+        """Wait until the disk has the log."""
+        with disk_errors(self._path.parent):
+            os.fsync(self._descriptor)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def crc32(parts: Iterable[Exl3Tensor]) -> int:
+    """CRC-32 of all stored bytes of some EXL3 linears."""
+    crc = 0
+    for part in parts:
+        for tensor in part.tensors().values():
+            flat = tensor.cpu().contiguous().reshape(-1)
+            crc = zlib.crc32(flat.view(torch.uint8).numpy().data, crc)
+    return crc

@@ -1,0 +1,120 @@
+"""Linears to stored EXL3 matrices: those of one shape and rate together, those that are done never.
+
+What comes back is decoded from the stored parts, in a run that made them and in one that found them
+alike, so that both go on with the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl3kit.format.spec import Codebook
+from exl3kit.models.base import LinearSpec
+from exl3kit.quantize.hessian import Coverage
+from exl3kit.quantize.journal import MatrixResult
+from exl3kit.quantize.layout import Layout, Matrix, decode
+from exl3kit.quantize.store import Store
+from exl3kit.quantize.tensor import quantize_tensors
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A linear to quantise: `weight` (out, in) and `hessian` (in, in) fp32 on one device, `bits`.
+
+    `hessian` None: no error feedback. `scale` is the g it shares with others, None to find its own.
+    `tokens` and `coverage` are for the log.
+    """
+
+    spec: LinearSpec
+    bits: int | float
+    weight: Tensor
+    hessian: Tensor | None
+    coverage: Coverage
+    tokens: int
+    scale: float | None = None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    matrix: Matrix
+    weight: Tensor  # (in, out)
+    hessian: Tensor | None
+    owner: Assignment
+
+
+@dataclass(frozen=True)
+class LinearQuantizer:
+    """Quantises into `store`; `seed` and a matrix's name give its signs, whatever the order."""
+
+    store: Store
+    codebook: Codebook
+    seed: int
+
+    def is_done(self, name: str, layout: Layout) -> bool:
+        """Whether the linear is stored already, so that it needs no Hessian."""
+        return all(map(self.store.has, layout.matrices(name)))
+
+    def quantize(self, work: Iterable[Assignment], layout: Layout) -> None:
+        """Store every matrix of `work` that is not stored yet."""
+        groups: dict[tuple[object, ...], list[_Pending]] = {}
+        for assignment in work:
+            for pending in self._pending(assignment, layout):
+                has_scale = assignment.scale is not None
+                key = (*pending.weight.shape, assignment.bits, has_scale)
+                groups.setdefault(key, []).append(pending)
+        for group in groups.values():
+            self._quantize_group(group, layout)
+
+    def decoded(self, spec: LinearSpec, layout: Layout, device: torch.device) -> Tensor:
+        """The stored linear as a dense fp32 weight (out_features, in_features), padding cut off."""
+        parts = [part for m in layout.matrices(spec.name) for part in self.store.get(m)]
+        whole = decode(parts, spec.shard, device)
+        return whole[: spec.in_features, : spec.out_features].T
+
+    def _pending(self, assignment: Assignment, layout: Layout) -> list[_Pending]:
+        matrices = layout.matrices(assignment.spec.name)
+        if all(map(self.store.has, matrices)):
+            return []
+        pieces = layout.split(assignment.weight.T, assignment.hessian, assignment.spec.shard)
+        return [
+            _Pending(matrix, weight, hessian, assignment)
+            for matrix, (weight, hessian) in zip(matrices, pieces, strict=True)
+            if not self.store.has(matrix)
+        ]
+
+    def _quantize_group(self, group: Sequence[_Pending], layout: Layout) -> None:
+        """Matrices of one shape, rate and way to find their scale, in one call."""
+        begun = time.monotonic()
+        scales = [p.owner.scale for p in group if p.owner.scale is not None]
+        done = quantize_tensors(
+            [p.weight for p in group],
+            [p.hessian for p in group],
+            group[0].owner.bits,
+            self.codebook,
+            scales=scales or None,
+            seeds=[matrix_seed(self.seed, p.matrix.name) for p in group],
+        )
+        seconds = (time.monotonic() - begun) / len(group)
+        for pending, (tensor, stats) in zip(group, done, strict=True):
+            owner = pending.owner
+            result = MatrixResult(
+                name=pending.matrix.name,
+                bits=owner.bits,
+                proxy_error=stats.proxy_error,
+                scale=stats.scale,
+                coverage=Coverage.NONE if stats.fallback else owner.coverage,
+                tokens=owner.tokens,
+            )
+            parts = layout.parts(tensor, owner.spec.shard)
+            self.store.put(pending.matrix, parts, result, seconds)
+
+
+def matrix_seed(seed: int, name: str) -> int:
+    """The sign seed of one matrix, by the job's seed and its name, whatever the order of work."""
+    return zlib.crc32(f"{seed}:{name}".encode())
