@@ -39,16 +39,21 @@ def _affine_byte_sum(hashed: np.ndarray) -> np.ndarray:
     return ((total + np.float32(1024)) * _MUL1_SCALE + _MUL1_SHIFT).astype(np.float16)
 
 
-def codebook_values(codebook: str) -> torch.Tensor:
-    """Value of every state: float16 (65536,), index = state. Shared; do not write to it.
+_CPU = torch.device("cpu")
+
+
+def codebook_values(codebook: str, device: torch.device = _CPU) -> torch.Tensor:
+    """Value of every state on `device`: float16 (65536,), index = state. Shared, not to be written.
 
     Raises FormatError for a name that is no codebook's.
     """
-    return _values(check_codebook(codebook))
+    return _values(check_codebook(codebook), device)
 
 
 @cache
-def _values(codebook: Codebook) -> torch.Tensor:
+def _values(codebook: Codebook, device: torch.device) -> torch.Tensor:
+    if device != _CPU:
+        return _values(codebook, _CPU).to(device)
     states = np.arange(NUM_STATES, dtype=np.uint32)
     if codebook is Codebook.THREE_INST:
         values = _sum_of_halves(states * np.uint32(_LCG_MULTIPLIER) + np.uint32(_LCG_ADDEND))

@@ -7,6 +7,8 @@ Rows are in-features, columns out-features.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -23,8 +25,17 @@ def _tile_order() -> tuple[np.ndarray, np.ndarray]:
 
 
 TILE_ROWS, TILE_COLS = _tile_order()
-_STREAM_TO_FLAT = torch.from_numpy(TILE_ROWS * TILE + TILE_COLS)
-_FLAT_TO_STREAM = torch.argsort(_STREAM_TO_FLAT)
+_STREAM_TO_FLAT = TILE_ROWS * TILE + TILE_COLS
+_FLAT_TO_STREAM = np.argsort(_STREAM_TO_FLAT)
+
+
+@cache
+def _orders(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each stream position lies in a row-major tile, and the inverse."""
+    return (
+        torch.from_numpy(_STREAM_TO_FLAT).to(device),
+        torch.from_numpy(_FLAT_TO_STREAM).to(device),
+    )
 
 
 def to_tiles(matrix: torch.Tensor) -> torch.Tensor:
@@ -36,11 +47,11 @@ def to_tiles(matrix: torch.Tensor) -> torch.Tensor:
     if k % TILE or n % TILE:
         raise FormatError(f"matrix: expected sides that are multiples of {TILE}, got ({k}, {n})")
     blocks = matrix.reshape(k // TILE, TILE, n // TILE, TILE).permute(0, 2, 1, 3)
-    return blocks.reshape(k // TILE, n // TILE, TILE_SIZE)[..., _STREAM_TO_FLAT]
+    return blocks.reshape(k // TILE, n // TILE, TILE_SIZE)[..., _orders(matrix.device)[0]]
 
 
 def from_tiles(tiles: torch.Tensor) -> torch.Tensor:
     """(k/16, n/16, 256) in stream order -> (k, n); the inverse of `to_tiles`."""
     rows, columns, _ = tiles.shape
-    blocks = tiles[..., _FLAT_TO_STREAM].reshape(rows, columns, TILE, TILE)
+    blocks = tiles[..., _orders(tiles.device)[1]].reshape(rows, columns, TILE, TILE)
     return blocks.permute(0, 2, 1, 3).reshape(rows * TILE, columns * TILE)

@@ -21,6 +21,8 @@ from exl3kit.format.spec import (
     words_per_tile,
 )
 
+_TILES_AT_ONCE = 1 << 16  # bounds the memory of unpacked bits: 0.5 GB at 8 bits
+
 
 def _ring_bits_to_words(ring: np.ndarray) -> np.ndarray:
     """(N, 16 K * 16) bits, 0 or 1 in ring order -> (N, 16 K) int16."""
@@ -37,13 +39,24 @@ def pack(states: torch.Tensor, bits: int | float) -> torch.Tensor:
     """
     if states.shape[-1] != TILE_SIZE:
         raise FormatError(f"states last dimension: expected {TILE_SIZE}, got {states.shape[-1]}")
-    flat = states.reshape(-1, TILE_SIZE).to(torch.int32).numpy()
+    flat = states.reshape(-1, TILE_SIZE).to(torch.int32)
+    parts = [_pack_tiles(part, bits) for part in flat.split(_TILES_AT_ONCE)]
+    words = torch.cat(parts) if parts else flat.new_empty(0, dtype=torch.int16)
+    return words.reshape(*states.shape[:-1], words_per_tile(bits))
+
+
+def _pack_tiles(states: torch.Tensor, bits: int | float) -> torch.Tensor:
+    """(N, 256) int32 -> (N, 16 K) int16."""
     # Bit i of the ring belongs to position owner[i], as its bit shift[i].
     owner = np.repeat(np.arange(TILE_SIZE), fresh_bits(bits))
     shift = window_ends(bits)[owner] - 1 - np.arange(len(owner))
-    ring = ((flat[:, owner] >> shift) & 1).astype(np.uint8)
-    words = torch.from_numpy(_ring_bits_to_words(ring))
-    return words.reshape(*states.shape[:-1], words_per_tile(bits))
+    if states.device.type == "cpu":
+        ring = ((states.numpy()[:, owner] >> shift) & 1).astype(np.uint8)
+        return torch.from_numpy(_ring_bits_to_words(ring))
+    place = {"device": states.device, "dtype": torch.int32}
+    ring = states[:, torch.tensor(owner, device=states.device)] >> torch.tensor(shift, **place) & 1
+    groups = ring.view(len(states), -1, 2, 16).flip(2) << torch.arange(15, -1, -1, **place)
+    return groups.sum(dim=3, dtype=torch.int32).to(torch.int16).view(len(states), -1)
 
 
 def unpack(words: torch.Tensor, bits: int | float | None = None) -> torch.Tensor:

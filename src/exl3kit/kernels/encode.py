@@ -16,7 +16,7 @@ from exl3kit.format.codebook import codebook_values
 from exl3kit.format.spec import TILE_SIZE, check_bits, check_codebook
 from exl3kit.jit.cpu import ISA_NAMES, cpu_isa, cpu_library
 
-_HALF_MAX = 65504.0
+HALF_MAX = 65504.0
 
 
 def check_tiles(tiles: torch.Tensor) -> torch.Tensor:
@@ -29,9 +29,9 @@ def check_tiles(tiles: torch.Tensor) -> torch.Tensor:
     if tiles.device.type != "cpu":
         raise FormatError(f"tiles: expected a tensor on the CPU, got {tiles.device}")
     # NaN compares false, so it is refused here too.
-    if not bool((tiles.abs() <= _HALF_MAX).all()):
+    if not bool((tiles.abs() <= HALF_MAX).all()):
         raise FormatError(
-            f"tiles: expected finite values of magnitude <= {_HALF_MAX:.0f}, "
+            f"tiles: expected finite values of magnitude <= {HALF_MAX:.0f}, "
             f"got {tiles.abs().max().item()}"
         )
     return tiles.contiguous()

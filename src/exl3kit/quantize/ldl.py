@@ -23,8 +23,6 @@ def check_hessian(hessian: torch.Tensor, k: int) -> None:
     """FormatError unless `hessian` is (k, k), finite and symmetric with no negative diagonal."""
     if tuple(hessian.shape) != (k, k):
         raise FormatError(f"hessian: expected shape ({k}, {k}), got {tuple(hessian.shape)}")
-    if hessian.device.type != "cpu":
-        raise FormatError(f"hessian: expected a tensor on the CPU, got {hessian.device}")
     if not bool(torch.isfinite(hessian).all()):
         row, column = (~torch.isfinite(hessian)).nonzero()[0].tolist()
         raise FormatError(
@@ -50,9 +48,9 @@ def normalized(hessian: torch.Tensor) -> torch.Tensor:
 
 def damped(hessian: torch.Tensor, sigma: float) -> torch.Tensor:
     """hessian + sigma * mean diagonal * identity."""
-    return hessian + sigma * hessian.diagonal().mean() * torch.eye(
-        len(hessian), dtype=hessian.dtype
-    )
+    out = hessian.clone()
+    out.diagonal().add_(sigma * hessian.diagonal().mean())
+    return out
 
 
 def rotated(hessian: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -85,6 +83,6 @@ def _without_diagonal_blocks(lower: torch.Tensor) -> torch.Tensor:
     columns = lower.view(size, size // TILE, TILE).transpose(0, 1)  # (block, row, column in block)
     # columns @ block^-1, as the solution of X block = columns.
     unit = torch.linalg.solve_triangular(blocks, columns, upper=False, left=False)
-    for i in range(size // TILE):
-        unit[i, i * TILE : (i + 1) * TILE] = 0
+    each = torch.arange(size // TILE, device=lower.device)
+    unit.view(size // TILE, size // TILE, TILE, TILE)[each, each] = 0
     return unit.transpose(0, 1).reshape(size, size)

@@ -27,8 +27,7 @@ def refit(
     """
     w, q, h = weight.double(), quantized.double(), hessian.double()
     hw = h @ w
-    row_scale = torch.ones(len(w), dtype=torch.float64)
-    column_scale = torch.ones(w.shape[1], dtype=torch.float64)
+    row_scale, column_scale = torch.ones_like(w[:, 0]), torch.ones_like(w[0])
     for _ in range(_ROUNDS):
         columns = _column_factors(q, h, hw)
         q, column_scale = q * columns, column_scale * columns

@@ -36,14 +36,12 @@ class Regularized:
 
 
 def check_weight(weight: torch.Tensor) -> None:
-    """FormatError unless `weight` is a finite floating-point matrix (in, out) on the CPU."""
+    """FormatError unless `weight` is a finite floating-point matrix (in, out)."""
     if weight.dim() != 2 or 0 in weight.shape or not weight.is_floating_point():
         raise FormatError(
             f"weight: expected a floating-point (in, out) matrix, got {weight.dtype} "
             f"{tuple(weight.shape)}"
         )
-    if weight.device.type != "cpu":
-        raise FormatError(f"weight: expected a tensor on the CPU, got {weight.device}; use .cpu()")
     is_bad = ~torch.isfinite(weight)
     if bool(is_bad.any()):
         row, column = is_bad.nonzero()[0].tolist()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from exl3kit.format.codebook import codebook_values
-from exl3kit.format.spec import TILE_SIZE, check_codebook
+from exl3kit.format.spec import TILE_SIZE
 from exl3kit.format.tiles import to_tiles
 from exl3kit.quantize.regularize import check_weight, make_signs, pad_matrix, regularize
 from exl3kit.quantize.viterbi import encode
@@ -36,8 +36,8 @@ def sample_tiles(inner: torch.Tensor) -> torch.Tensor:
     tiles = to_tiles(inner)
     rows, columns, _ = tiles.shape
     diagonal = max(rows, columns)
-    row = torch.arange(diagonal).unsqueeze(1)
-    along = tiles[row % rows, (row + torch.arange(3)) % columns]
+    row = torch.arange(diagonal, device=inner.device).unsqueeze(1)
+    along = tiles[row % rows, (row + torch.arange(3, device=inner.device)) % columns]
     flat = tiles.reshape(-1, TILE_SIZE)
     extremes = min(max(8, 3 * diagonal // 16), len(flat))
     by_energy = flat.square().sum(dim=1).argsort(descending=True)
@@ -80,9 +80,9 @@ def _errors(
     samples: torch.Tensor, scales: Sequence[float], bits: int | float, codebook: str
 ) -> list[float]:
     """Mean squared error of the samples encoded at each scale, in one call of the encoder."""
-    factors = torch.tensor(scales, dtype=torch.float64).view(-1, 1, 1)
+    factors = torch.tensor(scales, dtype=torch.float64, device=samples.device).view(-1, 1, 1)
     states = encode((samples * factors).view(-1, TILE_SIZE).float(), bits, codebook)
-    values = codebook_values(check_codebook(codebook))[states.long()].double()
+    values = codebook_values(codebook, samples.device)[states.long()].double()
     decoded = values.view(len(scales), *samples.shape) / factors
     return (decoded - samples).square().mean(dim=(1, 2)).tolist()
 

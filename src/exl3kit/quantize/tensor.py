@@ -58,7 +58,8 @@ def quantize_tensor(
     """Quantise one linear, y = x weight.
 
     weight     (in, out), any float dtype; both sides are padded with zeros to multiples of 128, and
-               the result has the padded sizes (svh is 0 on padded outputs)
+               the result has the padded sizes (svh is 0 on padded outputs). On a CUDA device
+               everything runs there; the result is on the CPU
     hessian    (in, in), sum or mean of x' x over calibration rows: its scale does not matter. None,
                or one with a mean diagonal below 1e-20: no error feedback and no refit
     bits       1..8, with codebook mul1 also 1.5, 2.5, 3.5
@@ -71,7 +72,7 @@ def quantize_tensor(
                bytes. On a matrix with loud channels this takes 30 % off the proxy error
 
     The same arguments give the same bytes, on any number of threads and any instruction set of
-    the encoder; between machines only float64 rounding can differ.
+    the encoder; between machines, and between CPU and GPU, only float64 sums can differ.
     Raises FormatError for shapes, dtypes, rates and values it cannot quantise.
     """
     chosen = None if signs is None else [signs]
@@ -96,7 +97,9 @@ def quantize_tensors(
     """`quantize_tensor` for several matrices of one shape: the same results, threads kept busy.
 
     One matrix offers the encoder out/16 tiles at a time; 256 x 128 slices one by one leave
-    threads idle. `signs`, `scales` and `seeds` (default 0, 1, ...) are one a matrix.
+    threads idle, and so does a GPU with less than 2,048 columns. All are on one device. `signs`,
+    `scales` and `seeds` (default 0, 1, ...) are one a matrix. Memory: about 40 in (in + out) bytes
+    a matrix.
     """
     name = check_codebook(codebook)
     rate = check_bits(bits, name)
@@ -128,6 +131,7 @@ def _check_call(
         if given is not None and len(given) != len(weights):
             raise FormatError(f"{what}: expected {len(weights)}, one a weight, got {len(given)}")
     for weight, hessian in zip(weights, hessians, strict=True):
+        _check_device(weight, weights[0].device, "weights")
         check_weight(weight)
         if weight.shape != weights[0].shape:
             raise FormatError(
@@ -135,12 +139,21 @@ def _check_call(
                 f"and {tuple(weight.shape)}"
             )
         if hessian is not None:
+            _check_device(hessian, weights[0].device, "hessians")
             ldl.check_hessian(hessian, weight.shape[0])
     for scale in scales or ():
         if not 0 < scale < float("inf"):
             raise FormatError(f"scale: expected a positive finite number, got {scale}")
     if not 0 <= sigma_reg < float("inf"):
         raise FormatError(f"sigma_reg: expected a finite number >= 0, got {sigma_reg}")
+
+
+def _check_device(tensor: torch.Tensor, device: torch.device, name: str) -> None:
+    if tensor.device != device or device.type not in ("cpu", "cuda"):
+        raise FormatError(
+            f"{name}: expected tensors on the CPU or all on one CUDA device, "
+            f"got {tensor.device} beside {device}"
+        )
 
 
 def _prepare(
@@ -154,7 +167,8 @@ def _prepare(
     scaled_hessian: bool,
 ) -> _Prepared:
     padded = pad_matrix(weight.double())
-    regular = regularize(padded, check_signs(signs, *weight.shape))
+    own_signs = [side.to(padded.device) for side in check_signs(signs, *weight.shape)]
+    regular = regularize(padded, (own_signs[0], own_signs[1]))
     g = best_scale(sample_tiles(regular.inner), bits, codebook) if scale is None else float(scale)
     scaled = Regularized(regular.inner * g, regular.su / g, regular.sv)
     if hessian is None or ldl.is_dead(hessian):
@@ -205,7 +219,7 @@ def _finish(
         quantized = rotate_back(inner, suh, svh, torch.float64)
         suh, svh = refit(prepared.weight, quantized, prepared.damped, suh, svh)
     suh, svh = _to_half(suh, svh)
-    tensor = _assemble(pack(states, bits), suh, svh, codebook)
+    tensor = _assemble(pack(states, bits).cpu(), suh.cpu(), svh.cpu(), codebook)
     dense = rotate_back(inner, suh, svh, torch.float64)
     error = proxy_error(prepared.weight, dense, prepared.hessian)
     return tensor, TensorStats(error, prepared.scale, fallback=prepared.damped is None)

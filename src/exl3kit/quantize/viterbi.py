@@ -7,8 +7,8 @@ lowest predecessor. The ring is closed in two passes: the first starts half way 
 allowed, runs once around, and its best path tells the node at position 0; the second starts at
 position 0 with that node alone and must end in it.
 
-`encode` runs the compiled kernel, or `reference_encode` where there is no compiler; both return
-the same states.
+`encode` runs the compiled kernel of the tiles' device, or `reference_encode` where there is no
+compiler; all return the same states.
 """
 
 from __future__ import annotations
@@ -20,18 +20,43 @@ from exl3kit.format.codebook import codebook_values
 from exl3kit.format.spec import NUM_STATES, TILE_SIZE, check_bits, check_codebook, fresh_bits
 from exl3kit.jit.cpu import cpu_library
 from exl3kit.kernels.encode import check_tiles, encode_tiles
+from exl3kit.kernels.encode_cuda import CudaEncoder
 
 _HALF_WAY = TILE_SIZE // 2
 
 
-def encode(tiles: torch.Tensor, bits: int | float, codebook: str) -> torch.Tensor:
-    """States int32 (n, 256) for float32 tiles (n, 256) in stream order and the codebook's scale.
+class Encoder:
+    """The trellis search of one rate and codebook on one device, for many calls."""
 
-    Without a compiler (`cpu_library` warns once) this takes about half a second a tile.
-    """
-    if cpu_library() is None:
-        return reference_encode(tiles, bits, codebook)
-    return encode_tiles(tiles, bits, codebook)
+    def __init__(self, bits: int | float, codebook: str, device: torch.device) -> None:
+        """On a CUDA device this loads the kernel and takes its scratch memory."""
+        self._bits, self._codebook = bits, codebook
+        self._cuda = CudaEncoder(bits, codebook, device) if device.type == "cuda" else None
+
+    def __call__(self, tiles: torch.Tensor) -> torch.Tensor:
+        """States int32 (n, 256) for float32 tiles (n, 256), stream order, the codebook's scale.
+
+        On a CUDA device without waiting for it, and values that fp16 cannot hold are `check`'s to
+        refuse. Without a compiler (`cpu_library` warns once) the CPU takes half a second a tile.
+        """
+        if self._cuda is not None:
+            return self._cuda(tiles)
+        if cpu_library() is None:
+            return reference_encode(tiles, self._bits, self._codebook)
+        return encode_tiles(tiles, self._bits, self._codebook)
+
+    def check(self) -> None:
+        """FormatError if any target so far was not finite in fp16."""
+        if self._cuda is not None:
+            self._cuda.check()
+
+
+def encode(tiles: torch.Tensor, bits: int | float, codebook: str) -> torch.Tensor:
+    """`Encoder` for one call, checked."""
+    encoder = Encoder(bits, codebook, tiles.device)
+    states = encoder(tiles)
+    encoder.check()
+    return states
 
 
 def reference_encode(tiles: torch.Tensor, bits: int | float, codebook: str) -> torch.Tensor:
