@@ -147,14 +147,11 @@ class ForwardModel:
     def logits(
         self, x: Tensor, norm: Tensor, head: Tensor, observe: Observe | None = None
     ) -> Tensor:
-        """Final norm and head: (..., H) -> (..., V); a tied head is the embedding.
-
-        Rows of `head` beyond the vocabulary (EXL3 pads to 128) are left out.
-        """
+        """Final norm and head: (..., H) -> (..., V); a tied head is the embedding."""
         normed = self.final_norm(x, norm)
         if observe is not None:
             observe(("lm_head",), normed)
-        return F.linear(normed, head[: self.vocab_size])
+        return F.linear(normed, head)
 
     def mtp_input(
         self,
