@@ -60,6 +60,16 @@ def test_names_and_shapes_are_those_of_transformers(name: str, changes: dict[str
     assert required == reference_shapes(config)
 
 
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_config_as_transformers_writes_it(name: str) -> None:
+    """Its own names for some keys, and keys that the original config left out."""
+    transformers = pytest.importorskip("transformers")
+    config = tiny_config_of(name)
+    keys = {key: value for key, value in config.items() if key not in ("architectures", "dtype")}
+    written = transformers.AutoConfig.for_model(**keys).to_dict()
+    assert model_map({**written, "architectures": config["architectures"]}) == model_map(config)
+
+
 @pytest.mark.parametrize("name", MTP_TYPES)
 def test_mtp_layer_is_a_decoder_layer_and_more(name: str) -> None:
     """As vLLM's next-token classes load it; transformers has none."""

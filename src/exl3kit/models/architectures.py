@@ -19,6 +19,8 @@ from exl3kit.models.decoder import DecoderMap, Moe
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _QKVO = (*_QKV, "o_proj")
+# The name under which save_pretrained of transformers 5 writes Qwen3-MoE's num_experts.
+_SAVED_EXPERTS_KEY = "num_local_experts"
 _CORRECTED = "noaux_tc"  # the routing method that adds a bias to each expert's score
 
 
@@ -150,7 +152,7 @@ def _shares_indexer(config: Mapping[str, Any], layer: int) -> bool:
 def _moe(fixed: Architecture, config: Mapping[str, Any]) -> Moe | None:
     if fixed.experts_key is None:
         return None
-    experts = count(config, fixed.experts_key)
+    experts = count(config, fixed.experts_key) or count(config, _SAVED_EXPERTS_KEY)
     if not experts:
         return None
     width = size(config, "moe_intermediate_size")
