@@ -59,7 +59,7 @@ def test_rank_sliced(
     check_equal(sliced(model_type, 3, 2, (first, 1 + mtp), mtp_layers=mtp), record_property)
 
 
-# A file of tp 1 has names with ranks but nothing to expand; four rates in a layer make four slabs.
+# A file of tp 1 has names with ranks but nothing to expand; every rate of a layer makes a tier.
 @pytest.mark.parametrize(
     "bits, tp, rotation_layout",
     [

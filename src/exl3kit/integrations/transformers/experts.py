@@ -1,20 +1,17 @@
 """The routed experts of one layer on `exl3::moe`, in place of transformers' fused 3-D parameters.
 
 Buffers carry the checkpoint's names (`3.gate_proj.trellis`, or `3.gate_proj.rank1.trellis` and
-`shared_h.gate_proj.rank1.suh` where the file is rank-sliced). Once loaded, all experts of one rate
-are copied into one slab for the kernel and the named buffers become views of its rows, so the
+`shared_h.gate_proj.rank1.suh` where the file is rank-sliced). Once loaded, the experts of one rate
+are copied behind one another for the kernel and the named buffers become views of its rows, so the
 weights are in memory once.
 
-A rank-sliced file is expanded: slice r of expert e is an expert of its own, number e * tp + r, and
-every route goes to all slices of its expert with the same weight. The sum over slices is the sum
-over routes, so this is exact for every file, whatever its hidden-side vectors.
+A rank-sliced file is expanded (`runtime.experts`): each slice of an expert becomes an expert, which
+is exact for every file, whatever its hidden-side vectors.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,43 +21,10 @@ from exl3kit.checkpoint.names import PROJECTIONS, shared_h_name
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.integrations.transformers.linear import crop, extend, register_tensor, without_cast
-from exl3kit.runtime.ops import exl3_moe
+from exl3kit.runtime.experts import TierWeights, exl3_experts, rate_tiers
 
-Expert = tuple[Exl3Tensor, Exl3Tensor, Exl3Tensor]  # gate, up and down of one (expert, slice)
+Slice = tuple[Exl3Tensor, Exl3Tensor, Exl3Tensor]  # gate, up and down of one rank's part
 _FIELDS = ("trellis", "suh", "svh")
-
-
-@dataclass(frozen=True)
-class Slab:
-    """E' experts of one rate and codebook, behind one another, as `exl3_moe` takes them.
-
-    `expert_map` int32 (E tp,) finds them; None where the slab has all experts in order.
-    """
-
-    w13_trellis: torch.Tensor
-    w13_suh: torch.Tensor
-    w13_svh: torch.Tensor
-    w2_trellis: torch.Tensor
-    w2_suh: torch.Tensor
-    w2_svh: torch.Tensor
-    codebook: str
-    expert_map: torch.Tensor | None
-
-    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The weighted sum over this slab's experts, (T, H) in the dtype of x (T, H)."""
-        return exl3_moe(
-            x,
-            weights,
-            ids,
-            self.w13_trellis,
-            self.w13_suh,
-            self.w13_svh,
-            self.w2_trellis,
-            self.w2_suh,
-            self.w2_svh,
-            self.codebook,
-            self.expert_map,
-        )
 
 
 class Exl3Experts(torch.nn.Module):
@@ -75,10 +39,12 @@ class Exl3Experts(torch.nn.Module):
         """
         super().__init__()
         self.name, self.num_experts = name, num_experts
-        self.is_sliced, self.tp = tp is not None, tp or 1
-        self.slabs: list[Slab] = []
+        self.is_sliced, self.slices = tp is not None, tp or 1
+        self.codebook = next((m for m in ("mcg", "mul1") if _has_leaf(infos, m)), "3inst")
+        self.tiers: list[TierWeights] = []
         for path, info in infos.items():
             register_tensor(self, path, info)
+        self.register_load_state_dict_post_hook(_pack_again)
 
     def finish(self, intermediate_size: int) -> None:
         """Check the loaded values and pack them; `intermediate_size` is that of a whole expert.
@@ -86,50 +52,36 @@ class Exl3Experts(torch.nn.Module):
         FormatError, CheckpointError and UnsupportedError name the tensor or the module.
         """
         experts = self._experts()
-        for expert in experts:
-            _check(expert, intermediate_size // self.tp)
+        for part in (part for expert in experts for part in expert):
+            self._check(part, intermediate_size // self.slices)
         self._pack(experts)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """(T, H), ids (T, top_k), weights (T, top_k) -> (T, H) in the dtype of hidden_states.
-
-        With several slabs their results, each rounded to that dtype, are added in float32.
-        """
-        x = extend(hidden_states, self.slabs[0].w2_svh.shape[-1])
-        ids, weights = self._routes(top_k_index, top_k_weights.float())
-        y = self.slabs[0].run(x, weights, ids)
-        if len(self.slabs) > 1:
-            others = (slab.run(x, weights, ids) for slab in self.slabs[1:])
-            y = sum((other.float() for other in others), start=y.float()).to(x.dtype)
+        """(T, H), ids (T, top_k), weights (T, top_k) -> (T, H) in the dtype of hidden_states."""
+        x = extend(hidden_states, self.tiers[0].w2_svh.shape[-1])
+        weights, ids = top_k_weights.float().contiguous(), top_k_index.contiguous()
+        y = exl3_experts(x, weights, ids, self.tiers, self.codebook, self.slices)
         return crop(y, hidden_states.shape[-1])
 
     def extra_repr(self) -> str:
-        """Experts, slices and slabs, for `print(model)`."""
-        return f"experts={self.num_experts}, slices={self.tp}, slabs={len(self.slabs)}"
+        """Experts, slices and tiers, for `print(model)`."""
+        return f"experts={self.num_experts}, slices={self.slices}, tiers={len(self.tiers)}"
 
-    def _routes(
-        self, ids: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each route (e, w) as one route (e * tp + r, w) for every slice r."""
-        if self.tp == 1:
-            return ids.contiguous(), weights.contiguous()
-        ranks = torch.arange(self.tp, device=ids.device, dtype=ids.dtype)
-        expanded = (ids.unsqueeze(-1) * self.tp + ranks).flatten(1)
-        return expanded, weights.repeat_interleave(self.tp, dim=1)
+    def _experts(self) -> list[list[Slice]]:
+        """The slices of every expert."""
+        return [
+            [self._slice(expert, rank) for rank in range(self.slices)]
+            for expert in range(self.num_experts)
+        ]
 
-    def _experts(self) -> list[Expert]:
-        """Every slice of every expert, in the order of their numbers."""
-        experts = []
-        for expert in range(self.num_experts):
-            for rank in range(self.tp):
-                gate, up, down = (self._tensor(expert, proj, rank) for proj in PROJECTIONS)
-                experts.append((gate, up, down))
-        return experts
+    def _slice(self, expert: int, rank: int) -> Slice:
+        suffix = f".rank{rank}" if self.is_sliced else ""
+        gate, up, down = (self._tensor(f"{expert}.{proj}{suffix}") for proj in PROJECTIONS)
+        return gate, up, down
 
-    def _tensor(self, expert: int, proj: str, rank: int) -> Exl3Tensor:
-        path = f"{expert}.{proj}.rank{rank}" if self.is_sliced else f"{expert}.{proj}"
+    def _tensor(self, path: str) -> Exl3Tensor:
         fields = dict(self.get_submodule(path).named_buffers())
         for field in ("suh", "svh"):
             shared = shared_h_name(f"{self.name}.{path}", field)
@@ -140,19 +92,36 @@ class Exl3Experts(torch.nn.Module):
     def _below(self, name: str) -> str:
         return name.removeprefix(f"{self.name}.")
 
-    def _pack(self, experts: list[Expert]) -> None:
-        """Copy the experts into one slab for each rate and codebook."""
-        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for number, (gate, _, down) in enumerate(experts):
-            groups[gate.bits, down.bits, gate.codebook].append(number)
-        self.slabs = []
-        for (_, _, codebook), numbers in groups.items():
-            gate, up, down = zip(*(experts[number] for number in numbers), strict=True)
+    def _check(self, part: Slice, width: int) -> None:
+        """Refuse what the kernel cannot do; `width` is the model's, before padding."""
+        gate, up, _ = part
+        if gate.bits != up.bits or any(tensor.codebook != self.codebook for tensor in part):
+            found = ", ".join(f"{t.name}: {t.bits} bits {t.codebook}" for t in part)
+            raise UnsupportedError(
+                f"{self.name}: expected gate and up of one rate and codebook {self.codebook} "
+                f"throughout, got {found}"
+            )
+        if any(tensor.bias is not None for tensor in part):
+            raise UnsupportedError(f"{gate.name}: a bias of a routed expert is not supported")
+        for tensor in (gate, up):
+            if tensor.svh[width:].any():
+                raise CheckpointError(
+                    f"tensor '{tensor.name}.svh': expected zeros from {width} on, where the "
+                    "intermediate size is padded; nothing is cropped between up and down"
+                )
+
+    def _pack(self, experts: list[list[Slice]]) -> None:
+        """Copy the experts of each rate behind one another."""
+        tiers = rate_tiers([(g.bits, u.bits, d.bits) for (g, u, d), *_ in experts])
+        self.tiers = []
+        for tier in tiers:
+            gate, up, down = zip(*(s for e in tier.experts for s in experts[e]), strict=True)
             w13 = {f"w13_{field}": self._stack(field, (gate, up)) for field in _FIELDS}
             w2 = {f"w2_{field}": self._stack(field, (down,))[0] for field in _FIELDS}
-            device = gate[0].suh.device
-            found = _expert_map(numbers, len(experts), device) if len(groups) > 1 else None
-            self.slabs.append(Slab(**w13, **w2, codebook=str(codebook), expert_map=found))
+            rows = None
+            if len(tiers) > 1:
+                rows = tier.make_map(self.num_experts, self.slices).to(w2["w2_suh"].device)
+            self.tiers.append(TierWeights(**w13, **w2, expert_map=rows))
 
     def _stack(self, field: str, sides: Sequence[Sequence[Exl3Tensor]]) -> torch.Tensor:
         """`field` of all tensors as one (sides, experts, …); buffers become views of its rows.
@@ -173,31 +142,15 @@ class Exl3Experts(torch.nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Exl3Experts:
         """Move the buffers, never cast them, and pack them again where they then lie."""
         super()._apply(without_cast(fn), recurse)
-        if self.slabs:
-            self._pack(self._experts())
+        _pack_again(self)
         return self
 
 
-def _check(expert: Expert, width: int) -> None:
-    """Refuse what one `exl3_moe` call cannot do; `width` is the model's, before padding."""
-    gate, up, _ = expert
-    if gate.bits != up.bits or len({part.codebook for part in expert}) > 1:
-        found = ", ".join(f"{part.name}: {part.bits} bits {part.codebook}" for part in expert)
-        raise UnsupportedError(
-            f"expert: gate and up must have the same bits and all three one codebook, got {found}"
-        )
-    if any(part.bias is not None for part in expert):
-        raise UnsupportedError(f"{gate.name}: a bias of a routed expert is not supported")
-    for part in (gate, up):
-        if part.svh[width:].any():
-            raise CheckpointError(
-                f"tensor '{part.name}.svh': expected zeros from {width} on, where the intermediate "
-                "size is padded; nothing is cropped between up and down"
-            )
+def _has_leaf(infos: Mapping[str, TensorInfo], leaf: str) -> bool:
+    return any(path.endswith(f".{leaf}") for path in infos)
 
 
-def _expert_map(numbers: list[int], total: int, device: torch.device) -> torch.Tensor:
-    """int32 (total,): the row of every expert in `numbers`, -1 for the others."""
-    found = torch.full((total,), -1, dtype=torch.int32)
-    found[numbers] = torch.arange(len(numbers), dtype=torch.int32)
-    return found.to(device)
+def _pack_again(experts: Exl3Experts, *_: object) -> None:
+    """After buffers were exchanged for others: a move, or `load_state_dict` with assign=True."""
+    if experts.tiers:
+        experts._pack(experts._experts())

@@ -12,7 +12,7 @@ from exl3kit.checkpoint.fp8 import FP8_DTYPES
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.modules import exl3_parts
 from exl3kit.checkpoint.names import RANK_SUFFIX
-from exl3kit.checkpoint.open import ORDINARY, RANK_SLICED, Checkpoint
+from exl3kit.checkpoint.open import PLAIN, R7, Checkpoint
 from exl3kit.checkpoint.structure import structure_faults
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.format.spec import TILE
@@ -32,7 +32,12 @@ def without_mtp(checkpoint: Checkpoint, model: DecoderMap) -> tuple[Checkpoint, 
         last = min(manifest.last_layer, model.num_hidden_layers - 1)
         bits = {layer: b for layer, b in manifest.layer_bits.items() if layer <= last}
         manifest = replace(manifest, last_layer=last, layer_bits=bits)
-    return replace(checkpoint, infos=infos, manifest=manifest), replace(model, num_mtp_layers=0)
+    target = replace(
+        model,
+        num_mtp_layers=0,
+        moe_layers=tuple(n for n in model.moe_layers if n < model.num_hidden_layers),
+    )
+    return replace(checkpoint, infos=infos, manifest=manifest), target
 
 
 def check_checkpoint(checkpoint: Checkpoint, model: DecoderMap) -> None:
@@ -41,10 +46,14 @@ def check_checkpoint(checkpoint: Checkpoint, model: DecoderMap) -> None:
     CheckpointError lists missing, unexpected and wrong tensors, UnsupportedError names a form of
     storage that transformers' modules cannot hold.
     """
-    if checkpoint.dialect not in (ORDINARY, RANK_SLICED):
+    if checkpoint.dialect == PLAIN or not checkpoint.exl3_prefixes():
         raise UnsupportedError(
-            f"{checkpoint.path}: expected an ordinary EXL3 or a rank-sliced checkpoint, got a "
-            f"{checkpoint.dialect} one"
+            f"{checkpoint.path}: its quant_method is one of exl3kit's, but it holds no EXL3 tensors"
+        )
+    if checkpoint.dialect == R7:
+        raise UnsupportedError(
+            f"{checkpoint.path}: r7_routed_experts are not supported; expected an ordinary EXL3 or "
+            "a rank-sliced checkpoint"
         )
     if faults := structure_faults(checkpoint, model):
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(faults[:_SHOWN]))
