@@ -1,0 +1,51 @@
+"""A recipe's rules, groups and mean bits, made into the bits of every matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from exl3kit.models.base import ModelMap
+from exl3kit.quantize.allocate import Bits, Expert, adjacent_rates, allocate
+from exl3kit.quantize.bit_plan import BitPlan
+from exl3kit.quantize.recipe import Recipe, RecipeError
+
+
+def is_budget(bits: Bits | BitPlan, codebook: str) -> bool:
+    """True for a mean that no single rate of the codebook gives, so that experts differ."""
+    return not isinstance(bits, BitPlan) and len(adjacent_rates(bits, codebook)) > 1
+
+
+def plan_bits(
+    recipe: Recipe,
+    model: ModelMap,
+    layers: Collection[int],
+    bits: Bits,
+    codebook: str,
+    weights: Mapping[Expert, float] | None = None,
+) -> BitPlan:
+    """The plan for the routed experts of `layers`, at `bits` in the mean, and the recipe's modules.
+
+    Experts that a rule names have the rule's bits and are outside the mean; so are those of
+    next-token layers, which have the rate below it. `weights` are the other experts' (see
+    `sensitivity`); without them all have the rate below: a plan to check a job by. FormatError for
+    `bits` beyond the codebook's rates, RecipeError for a rule that keeps some experts of a layer.
+    """
+    low, *_ = adjacent_rates(bits, codebook)
+    fixed = recipe.expert_bits(model)
+    free = [(x, e) for x in layers for e in range(model.num_experts) if (x, e) not in fixed]
+    chosen = dict.fromkeys(free, low)
+    if weights is not None:
+        counted = {e: weights[e] for e in free if e[0] not in model.mtp_layers}
+        chosen |= allocate(counted, bits, codebook)
+    experts = {}
+    for layer in layers:
+        rates = [{**fixed, **chosen}[layer, expert] for expert in range(model.num_experts)]
+        known = [rate for rate in rates if rate is not None]
+        if known and len(known) < len(rates):
+            raise RecipeError(
+                f"model.layers.{layer}.mlp.experts: rules keep {len(rates) - len(known)} of "
+                f"{len(rates)} experts; a layer's experts are kept or quantised together"
+            )
+        if known:
+            experts[layer] = tuple(known)
+    return BitPlan(experts, recipe.module_bits(model))
