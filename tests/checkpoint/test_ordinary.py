@@ -12,6 +12,7 @@ import torch
 from exl3kit.checkpoint.inventory import stored_tensors
 from exl3kit.checkpoint.modules import dense_weight, exl3_parts
 from exl3kit.checkpoint.open import open_checkpoint
+from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import CheckpointError
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.models.registry import model_map
@@ -89,6 +90,18 @@ def test_data_at_odd_addresses(tmp_path: Path) -> None:
     starts = [checkpoint.info(name).start for name in checkpoint.names()]
     assert any(start % 2 for start in starts), "the fixture must have unaligned data"
     assert checkpoint.exl3("lm_head").codebook == "mul1"
+
+
+def test_both_sides_are_padded(tmp_path: Path) -> None:
+    """200 to 256 inside and out; what is added decodes to 0."""
+    config = tiny_config_of("llama") | {"hidden_size": 200, "intermediate_size": 200}
+    path = write_ordinary(tmp_path / "m", config | {"head_dim": 64})
+    assert verify_checkpoint(path, model_map).faults == ()
+    checkpoint = open_checkpoint(path)
+    linear = checkpoint.exl3("model.layers.0.mlp.up_proj")
+    assert (linear.in_features, linear.out_features) == (256, 256)
+    weight = dense_weight(checkpoint, "model.layers.0.mlp.up_proj")
+    assert weight[200:].abs().max() == 0 and weight[:200, :200].std() > 0.01
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:

@@ -118,6 +118,52 @@ def test_padded_matrix_is_no_broken_one(sliced_folder: Path) -> None:
     assert name in fault and f"the last {112 * 256 + 156} values are 0" in fault
 
 
+@pytest.mark.parametrize("start, count", [(70_001, 2000), (257, 100_000)])
+def test_hole_in_the_middle(sliced_folder: Path, start: int, count: int) -> None:
+    """Where one of several connections broke off."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    change(sliced_folder, name, lambda t: t.view(-1)[start : start + count].zero_())
+    (fault,) = faults(sliced_folder)
+    assert f"'{name}': in between {count} values are 0, from the middle" in fault
+
+
+BLOCK = 2**20 // 4  # float32 values of a block
+
+
+@pytest.mark.parametrize(
+    "start, count, gap, tail",
+    [
+        (5, 1024, (5, 1024), 0),
+        (5, 1023, (0, 0), 0),
+        (BLOCK - 10, 2000, (BLOCK - 10, 2000), 0),
+        (BLOCK - 2000, 2000, (BLOCK - 2000, 2000), 0),
+        (BLOCK, BLOCK, (BLOCK, BLOCK), 0),
+        (7, 2 * BLOCK, (7, 2 * BLOCK), 0),
+        (0, BLOCK + 3, (0, BLOCK + 3), 0),
+        (BLOCK + 3, 3 * BLOCK, (0, 0), 2 * BLOCK - 3),
+    ],
+)
+def test_runs_of_zeros_across_blocks(
+    tmp_path: Path, start: int, count: int, gap: tuple[int, int], tail: int
+) -> None:
+    values = torch.ones(3 * BLOCK)
+    values[start : start + count] = 0
+    file = tmp_path / "x.safetensors"
+    save_file({"a.weight": values}, file)
+    facts = read_facts(file, read_header(file).tensors.values(), False, lambda size: None)
+    found = facts.tensors["a.weight"]
+    assert (found.gap, found.num_tail) == (gap, tail)
+
+
+def test_rows_of_zeros_are_no_hole(sliced_folder: Path) -> None:
+    """Tokens that were never trained, and a matrix whose last columns are padding besides."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    change(sliced_folder, name, lambda t: t[100:140].zero_())
+    assert faults(sliced_folder) == []
+    change(sliced_folder, name, lambda t: t[:, 250:].zero_())
+    assert faults(sliced_folder) == []
+
+
 def test_shared_vectors_count(plain_folder: Path, tmp_path: Path) -> None:
     """One rank's shared vector makes its slices of all experts of the layer too large."""
     out = make_rank_sliced(plain_folder, tmp_path / "m", 3, 2, (1, 3), rotation_layout=SHARED_H)

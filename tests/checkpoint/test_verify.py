@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from exl3kit.checkpoint.writer import CHECKSUMS_NAME, CheckpointWriter
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.models.registry import model_map
 from exl3kit.testing.generate import make_rank_sliced, random_exl3
+from exl3kit.testing.tiny_configs import tiny_config_of
 
 EXPERT = "model.layers.2.mlp.experts.1"
 Tensors = dict[str, torch.Tensor]
@@ -192,3 +196,37 @@ def test_what_cannot_be_judged_raises(tmp_path: Path, sliced_folder: Path) -> No
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["Llama"]}))
     with pytest.raises(UnsupportedError, match="Glm4MoeForCausalLM"):
         verify(sliced_folder)
+
+
+_PEAK = """
+import resource, sys
+from exl3kit.checkpoint.verify import verify_checkpoint
+from exl3kit.models.registry import model_map
+report = verify_checkpoint(sys.argv[1], model_map, jobs=4)
+assert report.num_digests == 3, report
+print(report.num_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
+    """2 GiB in three files at once, holes but for the headers: below 1 GiB, torch included."""
+    rows = 2**20
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config_of("llama")))
+    sparse: list[tuple[str, str, list[int]]] = [
+        ("model.embed_tokens.weight", "BF16", [rows, 512]),
+        ("lm_head.trellis", "I16", [512 // 16, rows // 16, 16 * 8]),
+        ("model.layers.0.mlp.up_proj.weight", "F32", [rows // 2, 256]),
+    ]
+    sums = []
+    for number, (name, dtype, shape) in enumerate(sparse):
+        size = math.prod(shape) * (4 if dtype == "F32" else 2)
+        header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}})
+        file = tmp_path / f"big-{number}.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+        os.truncate(file, 8 + len(header) + size)
+        sums.append(f"{'0' * 64}  {file.name}\n")
+    (tmp_path / CHECKSUMS_NAME).write_text("".join(sums))
+    command = [sys.executable, "-c", _PEAK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    num_bytes, peak = map(int, done.stdout.split())
+    assert num_bytes == 2 * 2**30 and peak < 2**30

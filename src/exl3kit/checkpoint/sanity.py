@@ -66,8 +66,10 @@ def _tensor_faults(info: TensorInfo, facts: TensorFacts) -> list[str]:
         return [f"tensor {name!r}: {found}, first {value} at {place}"]
     if is_linear_trellis(info):
         return _trellis_faults(name, facts)
-    if tail := _broken_tail(info, facts):
-        return [f"tensor {name!r}: the last {tail} values are 0, from the middle of a row on"]
+    tail = facts.num_values - facts.num_tail, facts.num_tail
+    for (start, count), place in ((tail, "the last"), (facts.gap, "in between")):
+        if _is_hole(info, facts, start, count):
+            return [f"tensor {name!r}: {place} {count} values are 0, from the middle of a row on"]
     must_count = name.endswith((".suh", ".svh")) or len(info.shape) > 1
     if facts.is_zero and facts.num_values and must_count:
         return [f"tensor {name!r}: all {facts.num_values} values are 0"]
@@ -76,18 +78,17 @@ def _tensor_faults(info: TensorInfo, facts: TensorFacts) -> list[str]:
     return []
 
 
-def _broken_tail(info: TensorInfo, facts: TensorFacts) -> int:
-    """Zeros at the end of a matrix, if they are more than padding: rows or columns of zeros.
+def _is_hole(info: TensorInfo, facts: TensorFacts, start: int, count: int) -> bool:
+    """True for `count` zeros of a matrix that are more than padding: rows or columns of zeros.
 
     Those that a broken transfer leaves begin inside a row, whose predecessor goes on.
     """
     row = info.shape[-1] if len(info.shape) > 1 else 0
-    first = facts.num_values - facts.num_tail
-    if not 0 < row < facts.num_tail < facts.num_values or first % row == 0 or first < row:
-        return 0
+    if not 0 < row < count < facts.num_values or start % row == 0 or start < row:
+        return False
     width = info.dtype.itemsize
-    above = (first - row) * width, (first // row) * row * width
-    return facts.num_tail if read_bytes(info, *above).any() else 0
+    above = (start - row) * width, (start // row) * row * width
+    return bool(read_bytes(info, *above).any())
 
 
 def _trellis_faults(name: str, facts: TensorFacts) -> list[str]:

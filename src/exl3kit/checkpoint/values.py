@@ -19,6 +19,7 @@ from exl3kit.errors import CheckpointError
 from exl3kit.format.spec import SUPPORTED_BITS, TILE
 
 _BLOCK_BYTES = 2**20
+MIN_GAP = 1024  # values; what a transfer leaves out is 4 KiB or more
 _MAX_WORDS = TILE * int(SUPPORTED_BITS[-1])
 
 
@@ -26,7 +27,8 @@ _MAX_WORDS = TILE * int(SUPPORTED_BITS[-1])
 class TensorFacts:
     """Sums over one tensor's values; `first_bad` is the place and value of the first non-finite.
 
-    `num_tail` zeros follow the last value that is not 0 (nor -0), of a floating-point tensor.
+    `num_tail` zeros follow the last value that is not 0 (nor -0), of a floating-point tensor;
+    `gap` is place and length of the longest run of zeros before it, (0, 0) if none is `MIN_GAP`.
     `zero_tiles` counts tiles of a trellis whose words are all 0; `is_constant` is set for a trellis
     that repeats one word. `is_zero` is set when all bytes are 0.
     """
@@ -36,6 +38,7 @@ class TensorFacts:
     num_bad: int = 0
     first_bad: tuple[int, float] | None = None
     num_tail: int = 0
+    gap: tuple[int, int] = (0, 0)
     zero_tiles: int = 0
     is_constant: bool = True
     is_zero: bool = True
@@ -150,18 +153,40 @@ class _Look:
         facts = self.facts
         wide = values.float()
         square = float(torch.dot(wide, wide))
+        self._gaps(wide)
         if not math.isfinite(square):
             bad = (~torch.isfinite(wide)).nonzero().reshape(-1)
             if len(bad) and facts.first_bad is None:
                 first = int(bad[0])
                 facts.first_bad = facts.num_values + first, float(wide[first])
             facts.num_bad += len(bad)
-        facts.num_tail = _tail(wide) if square else facts.num_tail + len(values)
         facts.sum_squares += square
         facts.num_values += len(values)
         facts.is_zero = facts.is_zero and square == 0
 
+    def _gaps(self, values: torch.Tensor) -> None:
+        """Look for runs of zeros: only where one of every MIN_GAP / 2 values, or an end, is 0.
 
-def _tail(values: torch.Tensor) -> int:
-    """Zeros at the end of `values`, which has others."""
-    return 0 if values[-1] != 0 else len(values) - 1 - int(values.nonzero()[-1])
+        A run of MIN_GAP has two of those that are looked at, side by side.
+        """
+        facts, before = self.facts, self.facts.num_values
+        zero = values[:: MIN_GAP // 2] == 0
+        is_dense = not bool((zero[1:] & zero[:-1]).any())
+        if is_dense and values[0] != 0 and values[-1] != 0:
+            self._note_gap(before - facts.num_tail, facts.num_tail)
+            facts.num_tail = 0
+            return
+        places = values.nonzero().reshape(-1)
+        if not len(places):
+            facts.num_tail += len(values)
+            return
+        self._note_gap(before - facts.num_tail, facts.num_tail + int(places[0]))
+        if len(places) > 1:
+            steps = places.diff()
+            longest = int(steps.argmax())
+            self._note_gap(before + int(places[longest]) + 1, int(steps[longest]) - 1)
+        facts.num_tail = len(values) - 1 - int(places[-1])
+
+    def _note_gap(self, start: int, length: int) -> None:
+        if length >= max(MIN_GAP, self.facts.gap[1] + 1):
+            self.facts.gap = start, length
