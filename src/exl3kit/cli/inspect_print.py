@@ -20,7 +20,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     facts = Table.grid(padding=(0, 2))
     for key, value in summary.items():
         if key not in _TABLES and value is not None:
-            facts.add_row(key, escape(str(value)))
+            facts.add_row(key, escape(f"{value:.3f}" if isinstance(value, float) else str(value)))
     if "bytes_by_dtype" in summary:
         sizes = summary["bytes_by_dtype"].items()
         facts.add_row("bytes", ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes))

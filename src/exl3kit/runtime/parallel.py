@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from exl3kit.checkpoint.widths import padded
 from exl3kit.format.spec import HADAMARD_BLOCK
 from exl3kit.models.attention import Gqa
 from exl3kit.models.base import LinearSpec, ShardKind
@@ -32,7 +33,7 @@ def tp_faults(
             if width % ways == 0 and (width // ways) % HADAMARD_BLOCK:
                 faults.append(_not_128(leaf, width, ways))
     for (_, width, exl3), leaf in widths.items():
-        if exl3 and _padded(width) % (HADAMARD_BLOCK * tp):
+        if exl3 and padded(width) % (HADAMARD_BLOCK * tp):
             faults.append(_not_128(leaf, width, tp))
         elif width % tp and not exl3:
             faults.append(f"{leaf}: {width} cannot be divided by {tp}")
@@ -70,8 +71,6 @@ def _distinct_linears(model: DecoderMap) -> list[LinearSpec]:
 
 
 def _not_128(leaf: str, width: int, ways: int) -> str:
-    return f"{leaf}: {width} / {ways} = {width / ways:g} is not a multiple of {HADAMARD_BLOCK}"
-
-
-def _padded(size: int) -> int:
-    return -(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK
+    stored = padded(width)
+    size = f"{width}" if stored == width else f"{width}, stored as {stored},"
+    return f"{leaf}: {size} / {ways} = {stored / ways:g} is not a multiple of {HADAMARD_BLOCK}"
