@@ -24,10 +24,9 @@ def manifest(layout: str = "per_expert_v1", tp: int = 2) -> RankSlicedManifest:
 
 
 @pytest.mark.parametrize("field", ["trellis", "suh", "svh", "mcg", "mul1"])
-def test_own_rank_is_kept_and_others_are_skipped(field: str) -> None:
+def test_the_rank_is_taken_off_and_told(field: str) -> None:
     name = f"{BASE}.3.gate_proj.rank1.{field}"
-    assert normalise_name(name, 1, manifest()) == f"{BASE}.3.gate_proj.{field}"
-    assert normalise_name(name, 0, manifest()) is None
+    assert normalise_name(name, manifest()) == (f"{BASE}.3.gate_proj.{field}", 1)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_own_rank_is_kept_and_others_are_skipped(field: str) -> None:
     ],
 )
 def test_other_names_are_unchanged(name: str) -> None:
-    assert normalise_name(name, 0, manifest()) == name
+    assert normalise_name(name, manifest()) == (name, None)
 
 
 @pytest.mark.parametrize("rank", ["00", "01", "2", "17", "9" * 5000])
@@ -51,7 +50,7 @@ def test_ranks_that_cannot_be(rank: str) -> None:
     """R16: leading zeros, and ranks of a file made for more ranks."""
     name = f"{BASE}.0.up_proj.rank{rank}.suh"
     with pytest.raises(CheckpointError) as error:
-        normalise_name(name, 0, manifest())
+        normalise_name(name, manifest())
     assert repr(name) in str(error.value)
 
 
@@ -59,10 +58,9 @@ def test_shared_vector_becomes_that_of_expert_0() -> None:
     shared = manifest("shared_h_v1")
     for proj, field in (("gate_proj", "suh"), ("up_proj", "suh"), ("down_proj", "svh")):
         name = f"{BASE}.shared_h.{proj}.rank0.{field}"
-        assert normalise_name(name, 0, shared) == f"{BASE}.0.{proj}.{field}"
-        assert normalise_name(name, 1, shared) is None
+        assert normalise_name(name, shared) == (f"{BASE}.0.{proj}.{field}", 0)
     own = f"{BASE}.2.gate_proj.rank0.svh"
-    assert normalise_name(own, 0, shared) == f"{BASE}.2.gate_proj.svh"
+    assert normalise_name(own, shared) == (f"{BASE}.2.gate_proj.svh", 0)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +76,9 @@ def test_shared_vector_becomes_that_of_expert_0() -> None:
     ],
 )
 def test_shared_names_the_layout_does_not_allow(layout: str, name: str) -> None:
-    """R20: the tensor and the layout are named, whatever rank is asked for."""
+    """R20: the tensor and the layout are named."""
     with pytest.raises(CheckpointError) as error:
-        normalise_name(f"{BASE}.{name}", 0, manifest(layout))
+        normalise_name(f"{BASE}.{name}", manifest(layout))
     assert repr(f"{BASE}.{name}") in str(error.value)
     assert "shared_h" in str(error.value)
 
@@ -97,7 +95,7 @@ def test_shared_names_the_layout_does_not_allow(layout: str, name: str) -> None:
 )
 def test_sliced_tensors_the_manifest_does_not_declare(name: str, text: str) -> None:
     with pytest.raises(CheckpointError) as error:
-        normalise_name(name, 0, manifest())
+        normalise_name(name, manifest())
     assert text in str(error.value) and repr(name) in str(error.value)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from exl3kit.checkpoint.manifest import make_manifest
-from exl3kit.checkpoint.runtime_checks import RuntimeLayout, check_runtime
+from exl3kit.checkpoint.runtime_checks import RuntimeLayout, check_runtime, owned_ranks
 from exl3kit.checkpoint.widths import valid_tp
 from exl3kit.errors import Exl3Error
 
@@ -28,6 +28,24 @@ def test_matching_layouts_pass() -> None:
     check_runtime(MANIFEST, LAYOUT)
     check_runtime(MANIFEST, replace(LAYOUT, dtype=torch.float16))
     check_runtime(MANIFEST, replace(LAYOUT, dtype=torch.float32, device_type="cpu"))
+    check_runtime(MANIFEST, replace(LAYOUT, tp_size=1, moe_tp_size=1))
+
+
+def test_ranks_of_the_file_that_a_rank_of_the_engine_holds() -> None:
+    four = make_manifest(4, {1: (3,)})
+    assert [owned_ranks(four, 2, rank) for rank in range(2)] == [range(2), range(2, 4)]
+    assert owned_ranks(four, 1, 0) == range(4) and owned_ranks(four, 4, 3) == range(3, 4)
+    assert owned_ranks(None, 8, 5) == range(1)
+
+
+def test_a_tp_that_no_cut_reaches_is_not_promised() -> None:
+    with pytest.raises(ValueError) as error:  # R11
+        check_runtime(
+            make_manifest(4, {1: (3,) * 8}),
+            replace(LAYOUT, tp_size=8, moe_tp_size=8, intermediate_size=512),
+        )
+    assert "--tensor-parallel-size 1, 2, 4." in str(error.value)
+    assert "further" not in str(error.value) and "quantise" not in str(error.value)
 
 
 # Row of docs/checkpoints.md, the change, the built-in class, and what the message must contain.
@@ -36,9 +54,16 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
         "R11",
         {"tp_size": 4, "moe_tp_size": 4},
         ValueError,
-        ["cut for 2", "runs 4", "--tp 4", "tp 2, 4, 8", "merge them where"],
+        [
+            "cut for 2",
+            "runs 4",
+            "--tensor-parallel-size 1, 2.",
+            "further, to tp 4, 8",
+            "merges",
+            "quantise the model again",
+        ],
     ),
-    ("R11", {"tp_size": 1, "moe_tp_size": 1}, ValueError, ["cut for 2", "runs 1"]),
+    ("R11", {"tp_size": 3, "moe_tp_size": 3}, ValueError, ["cut for 2", "runs 3"]),
     ("R12", {"num_experts": 16}, ValueError, ["has 8", "has 16"]),
     ("R13", {"ep_size": 2, "moe_tp_size": 1}, NotImplementedError, ["expert parallelism"]),
     ("R13", {"use_eplb": True}, NotImplementedError, ["EPLB"]),

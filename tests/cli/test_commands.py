@@ -73,7 +73,7 @@ def test_inspect_layers_and_possible_tp(runner: CliRunner, checkpoint: Path) -> 
     experts = rows[1, "routed experts"]
     assert experts["matrices_by_bits"] == {"3": 2 * 3 * 2} and experts["trellis_bits"] == 3.0
     assert rows[0, "dense MLP"]["trellis_bits"] is None
-    assert (rows[None, "embedding and head"]["tensors"], summary["possible_tp"]) == (2, [2])
+    assert (rows[None, "embedding and head"]["tensors"], summary["possible_tp"]) == (2, [1, 2])
     assert "cut it finer" in summary["impossible_tp"]["4"][-1] and "plan" not in summary
 
 
@@ -94,7 +94,7 @@ def test_inspect_names_what_forbids_a_tp(runner: CliRunner, checkpoint: Path) ->
     result = runner.invoke(app, ["inspect", str(checkpoint), "--tp", "4"])
     assert result.exit_code == 2
     assert "key-value" not in result.stderr and "stored for 2 ranks" in result.stderr
-    assert "tp values that work: 2" in result.stderr
+    assert "tp values that work: 1, 2" in result.stderr
 
 
 def test_inspect_from_a_config_alone(runner: CliRunner, tmp_path: Path) -> None:

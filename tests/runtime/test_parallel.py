@@ -49,7 +49,8 @@ def test_published_models(config: dict[str, Any], sizes: list[int]) -> None:
 
 
 def test_file_cut_for_four_ranks() -> None:
-    assert possible(GLM_52, file_tp=4) == [4]
+    """At fewer ranks a rank runs several slices of each expert."""
+    assert possible(GLM_52, file_tp=4) == [1, 2, 4]
     model = model_map(GLM_52)
     assert "cut it finer" in tp_faults(model, 8, 4, is_expert)[-1]
     assert "quantise again" in tp_faults(model, 3, 4, is_expert)[-1]

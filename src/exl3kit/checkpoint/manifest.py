@@ -74,6 +74,11 @@ class RankSlicedManifest:
         return range(self.first_layer, self.last_layer + 1)
 
     @property
+    def runs_at(self) -> tuple[int, ...]:
+        """Numbers of ranks that can run the file as it is: a rank may hold several slices."""
+        return tuple(tp for tp in range(1, self.tp + 1) if self.tp % tp == 0)
+
+    @property
     def is_mixed(self) -> bool:
         """True when experts differ in bits, so that a map file goes with the config."""
         return self.bits_per_expert is not None

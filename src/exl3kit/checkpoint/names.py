@@ -42,22 +42,22 @@ class TensorRule:
     shape: tuple[int, ...]
 
 
-def normalise_name(name: str, rank: int, manifest: RankSlicedManifest) -> str | None:
-    """`name` as rank `rank` of the TP group loads it: without `.rank{r}`, None if another rank's.
+def normalise_name(name: str, manifest: RankSlicedManifest) -> tuple[str, int | None]:
+    """`name` without `.rank{r}`, and r: the rank of the file that owns the slice.
 
-    Names without a rank are returned as they are. A shared vector becomes the vector of expert 0,
-    which the loader broadcasts. CheckpointError names the tensor: a rank that is not below tp or
-    has leading zeros, a layer or expert the manifest does not declare, a shared name or H-side
-    vector that the rotation layout does not allow.
+    Names without a rank are returned as they are, with None. A shared vector becomes the vector of
+    expert 0, which the loader broadcasts. CheckpointError names the tensor: a rank that is not
+    below tp or has leading zeros, a layer or expert the manifest does not declare, a shared name or
+    H-side vector that the rotation layout does not allow.
     """
     match = _RANKED.fullmatch(name)
     if match is None:
         if ".experts.shared_h." in name:
             raise CheckpointError(f"tensor {name!r}: a shared_h name must carry .rank<r>.")
-        return name
+        return name, None
     owner = _parse_rank(match["rank"], name, manifest.tp)
     prefix = _checked_prefix(match["prefix"], match["field"], name, manifest)
-    return f"{prefix}.{match['field']}" if owner == rank else None
+    return f"{prefix}.{match['field']}", owner
 
 
 def layer_index(name: str) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from exl3kit.checkpoint.manifest import RankSlicedManifest
-from exl3kit.checkpoint.widths import check_cut, valid_tp
+from exl3kit.checkpoint.widths import check_cut, padded, stored_cut, valid_tp
 from exl3kit.errors import CheckpointError, SliceError, UnsupportedError
 
 _ACTIVATION = "silu"
@@ -41,9 +42,9 @@ def check_runtime(manifest: RankSlicedManifest, layout: RuntimeLayout) -> None:
     """Refuse what cannot run, most telling reason first.
 
     UnsupportedError: expert parallelism, EPLB, bias, router weight on input, an activation that is
-    not SiLU, experts cut over another group than TP. SliceError: a tp the file is not cut for, a
-    width that is not a multiple of 128. CheckpointError: another expert count, an activation dtype
-    the kernels do not take, an engine that does not state its token budget.
+    not SiLU, experts cut over another group than TP. SliceError: a tp that does not divide the
+    file's, a width that is not a multiple of 128. CheckpointError: another expert count, an
+    activation dtype the kernels do not take, an engine that does not state its token budget.
     """
     _check_features(layout)
     _check_tp(manifest, layout)
@@ -53,7 +54,7 @@ def check_runtime(manifest: RankSlicedManifest, layout: RuntimeLayout) -> None:
             f"the model has {layout.num_experts}"
         )
     check_cut("hidden_size", layout.hidden_size, 1)
-    check_cut("moe_intermediate_size", layout.intermediate_size, manifest.tp)
+    stored_cut("moe_intermediate_size", layout.intermediate_size, manifest.tp)
     _check_dtype(layout)
     if not layout.max_num_batched_tokens or layout.max_num_batched_tokens < 1:
         raise CheckpointError(
@@ -85,17 +86,34 @@ def _check_features(layout: RuntimeLayout) -> None:
         )
 
 
+def owned_ranks(manifest: RankSlicedManifest | None, tp_size: int, tp_rank: int) -> range:
+    """The file's ranks whose slices rank `tp_rank` of an engine of `tp_size` holds.
+
+    One rank when the file is cut for as many; several when it is cut for a multiple: each slice
+    then runs as an expert of its own, which is exact. `range(1)` for experts that are stored whole.
+    """
+    if manifest is None:
+        return range(1)
+    slices = manifest.tp // tp_size
+    return range(tp_rank * slices, (tp_rank + 1) * slices)
+
+
 def _check_tp(manifest: RankSlicedManifest, layout: RuntimeLayout) -> None:
-    if layout.tp_size == manifest.tp:
+    if layout.tp_size in manifest.runs_at:
         return
-    finer = [tp for tp in valid_tp(layout.intermediate_size) if not tp % manifest.tp]
+    lawful = valid_tp(padded(layout.intermediate_size))
+    finer = [tp for tp in lawful if tp > manifest.tp and tp % manifest.tp == 0]
+    further = f"cuts slices further, to tp {_listed(finer)}, and " if finer else ""
+    again = ", or quantise the model again for it" if layout.tp_size in lawful else ""
     raise SliceError(
         f"tp: the checkpoint is cut for {manifest.tp} ranks, the engine runs {layout.tp_size}; "
-        f"start it with --tensor-parallel-size {manifest.tp}, or quantise the model again with "
-        f"--tp {layout.tp_size}. Without quantising again, exl3kit slice cuts slices further, to "
-        f"tp {', '.join(map(str, finer))}, and merge them where their hidden-side vectors are "
-        "identical"
+        f"as it is it runs with --tensor-parallel-size {_listed(manifest.runs_at)}. "
+        f"exl3kit slice {further}merges slices where their hidden-side vectors are identical{again}"
     )
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _check_dtype(layout: RuntimeLayout) -> None:

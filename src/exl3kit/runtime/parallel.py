@@ -40,11 +40,11 @@ def tp_faults(
     vocab = -(-model.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
     if vocab % tp:
         faults.append(f"vocabulary: {vocab} (padded to {_VOCAB_PADDING}) cannot be divided by {tp}")
-    if file_tp is not None and file_tp != tp:
+    if file_tp is not None and file_tp % tp:
         cut = "cut it finer with exl3kit slice"
         merge = "merge it with exl3kit slice if it was cut from whole matrices, else quantise again"
         way = merge if tp % file_tp else cut
-        faults.append(f"experts are stored for {file_tp} ranks: {way}")
+        faults.append(f"experts are stored for {file_tp} ranks, no multiple of {tp}: {way}")
     return faults
 
 

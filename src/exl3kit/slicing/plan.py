@@ -173,8 +173,9 @@ def _check_equal(
             )
         raise SliceError(
             f"tensor {name!r} differs from {first!r}: slices that were quantised one by one cannot "
-            f"be joined. Serve the checkpoint as it is with --tensor-parallel-size "
-            f"{source.manifest.tp}, or quantise the model again with --tp {target.tp}"
+            f"be joined. Serve the checkpoint as it is: with --tensor-parallel-size "
+            f"{', '.join(map(str, source.manifest.runs_at))} a rank takes one or several slices of "
+            f"each expert (expansion). Or quantise the model again with --tp {target.tp}"
         )
 
 

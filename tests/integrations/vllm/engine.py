@@ -27,6 +27,8 @@ CPU_ENV = {
     "KMP_BLOCKTIME": "0",
 }
 
+MAX_GAP = 1e-3  # between the two best logits where two runs may part
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -65,6 +67,16 @@ def generate(model: Path, prompts: list[str], **job: Any) -> Generation:
     """Greedy tokens of `prompts`; `job` may set tp, max_tokens, dtype, drafts, quantization."""
     result = run_job({"model": str(model), "prompts": prompts, **job})[0]
     return Generation(**result)
+
+
+def assert_same_tokens(found: Generation, expected: Generation) -> None:
+    """Equal tokens; where a prompt departs, the two best logits must be closer than MAX_GAP."""
+    for prompt, (ours, theirs) in enumerate(zip(found.tokens, expected.tokens, strict=True)):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        step = next((step for step, (one, other) in pairs if one != other), None)
+        if step is not None:
+            (_, best), (_, second) = expected.top[prompt][step]
+            assert best - second < MAX_GAP, f"prompt {prompt} departs at token {step}"
 
 
 def _serve(job: dict[str, Any]) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ def test_update_reads_the_checkpoint_and_pickles(sliced: Path, facts: Checkpoint
     assert config.facts == facts
     copy = pickle.loads(pickle.dumps(config))
     assert copy.facts == facts
-    assert facts.experts[1].bits == 3 and set(facts.experts) == {1, 2}
+    assert facts.experts[1].rates == ((3, 3, 3),) * 4 and set(facts.experts) == {1, 2}
 
 
 def test_experts_inside_and_outside_moe_layers(facts: CheckpointFacts) -> None:
@@ -251,7 +251,7 @@ def test_whole_experts_are_found_by_their_tensors(plain: Path, tmp_path: Path) -
     save_file(tensors, tmp_path / "whole" / "model.safetensors")
     facts = read_facts(tmp_path / "whole", SIZES)
     experts = facts.experts[1]
-    assert (experts.num_experts, experts.bits, experts.codebook) == (2, 4, Codebook.MUL1)
+    assert (experts.rates, experts.codebook) == (((4, 4, 4),) * 2, Codebook.MUL1)
     assert not experts.is_sliced and not facts.linears
 
 

@@ -23,7 +23,13 @@ from exl3kit.slicing.apply import cut_exl3
 from exl3kit.testing.dense import write_dense_twin
 from exl3kit.testing.generate import Encode, make_rank_sliced, random_exl3
 from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
-from tests.integrations.vllm.engine import EngineFailed, Generation, generate, run_job
+from tests.integrations.vllm.engine import (
+    EngineFailed,
+    Generation,
+    assert_same_tokens,
+    generate,
+    run_job,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -38,7 +44,6 @@ EXL3_LINEARS = (
 )
 PROMPTS = [f"{number} is {chr(65 + number)}" for number in range(16)]
 TOKENS = 64
-MAX_GAP = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +115,6 @@ def quantise(weight: torch.Tensor, name: str) -> Exl3Tensor:
     return Exl3Tensor(**tensor.tensors(), name=name)
 
 
-def assert_same_tokens(found: Generation, expected: Generation) -> None:
-    """Equal tokens; where a prompt departs, the two best logits must be closer than MAX_GAP."""
-    for prompt, (ours, theirs) in enumerate(zip(found.tokens, expected.tokens, strict=True)):
-        pairs = enumerate(zip(ours, theirs, strict=True))
-        step = next((step for step, (one, other) in pairs if one != other), None)
-        if step is not None:
-            (_, best), (_, second) = expected.top[prompt][step]
-            assert best - second < MAX_GAP, f"prompt {prompt} departs at token {step}"
-
-
 def alter_word(source: Path, out: Path, name: str, word: int) -> Path:
     """Copy the shard that holds trellis `name` to `out` with one int16 word inverted."""
     info = open_checkpoint(source).info(name)
@@ -172,5 +167,5 @@ def test_quantised_draft_is_accepted_and_lossless(agreeing: Path) -> None:
 
 
 def test_a_wrong_tp_reaches_the_user(sliced: dict[int, Path]) -> None:
-    with pytest.raises(EngineFailed, match="cut for 2 ranks, the engine runs 1"):
-        generate(sliced[2], PROMPTS[:1])
+    with pytest.raises(EngineFailed, match="cut for 1 ranks, the engine runs 2"):
+        generate(sliced[1], PROMPTS[:1], tp=2)

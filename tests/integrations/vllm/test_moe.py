@@ -10,87 +10,40 @@ from typing import Any
 import pytest
 import torch
 
-from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
+from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.errors import CheckpointError, Exl3Error, FormatError, SliceError, UnsupportedError
-from exl3kit.integrations.vllm.facts import CheckpointFacts, ExpertFacts, read_facts
-from exl3kit.integrations.vllm.loader import local_weights
+from exl3kit.integrations.vllm.facts import CheckpointFacts
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
 from exl3kit.testing.generate import make_rank_sliced
 from tests.integrations.vllm.conftest import (
     LAYER,
-    SIZES,
     SPEC,
     FakeMoE,
     FakeParallel,
     build_experts,
     make_layer,
 )
-
-SHARDS = {"gate_proj": ("w13", "w1"), "down_proj": ("w2", "w2"), "up_proj": ("w13", "w3")}
-Tensors = dict[str, torch.Tensor]
-
-
-def stored(checkpoint: Checkpoint) -> Tensors:
-    return {name: checkpoint.tensor(name) for name in checkpoint.names() if LAYER in name}
-
-
-def load(layer: torch.nn.Module, tensors: Tensors, facts: CheckpointFacts, rank: int = 0) -> None:
-    """What vLLM does with the loader's stream: route each expert tensor to its parameter."""
-    for name, tensor in local_weights(tensors.items(), facts, rank):
-        expert, projection, leaf = name.removeprefix(f"{LAYER}.").split(".")
-        group, shard = SHARDS[projection]
-        param = getattr(layer, f"{group}_{leaf}")
-        assert param.weight_loader(
-            param=param,
-            loaded_weight=tensor,
-            weight_name=name,
-            shard_id=shard,
-            expert_id=int(expert),
-            return_success=True,
-        )
-
-
-def loaded_rank(path: Path, rank: int) -> tuple[Exl3MoEMethod, torch.nn.Module]:
-    facts, layer = read_facts(path, SIZES), make_layer()
-    method = build_experts(facts, FakeMoE(tp_rank=rank), layer)
-    load(layer, stored(open_checkpoint(path)), facts, rank)
-    method.process_weights_after_loading(layer)
-    return method, layer
-
-
-def route(num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    random = torch.Generator().manual_seed(5)
-    x = torch.randn(6, SPEC.hidden_size, generator=random)
-    ids = torch.stack([torch.randperm(num_experts, generator=random)[:2] for _ in range(6)])
-    return x, torch.rand(6, 2, generator=random), ids.to(torch.int32)
-
-
-def dense_experts(path: Path, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
-    """The same sum in float64 from decoded slices, one expert and rank at a time."""
-    checkpoint, x = open_checkpoint(path), x.double()
-    out = torch.zeros_like(x)
-    for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])):
-        for rank in range(2):
-            name = f"{LAYER}.{ids[token, slot]}.{{}}.rank{rank}"
-            gate, up, down = (
-                checkpoint.exl3(name.format(proj)).dequantize(torch.float64)
-                for proj in ("gate_proj", "up_proj", "down_proj")
-            )
-            inner = torch.nn.functional.silu(x[token] @ gate) * (x[token] @ up)
-            out[token] += weights[token, slot] * (inner @ down)
-    return out
+from tests.integrations.vllm.loading import (
+    SHARDS,
+    Tensors,
+    dense_experts,
+    load,
+    loaded_rank,
+    route,
+    rows,
+    stored,
+)
 
 
 def test_parameters_hold_the_stored_bytes(sliced: Path) -> None:
     checkpoint = open_checkpoint(sliced)
-    _, layer = loaded_rank(sliced, 1)
+    method, layer = loaded_rank(sliced, 1)
     for expert in range(SPEC.num_experts):
         for projection, (group, shard) in SHARDS.items():
-            row = (0 if shard == "w1" else 1, expert) if group == "w13" else (expert,)
             for leaf in ("trellis", "suh", "svh", "mcg"):
                 name = f"{LAYER}.{expert}.{projection}.rank1.{leaf}"
-                parameter = getattr(layer, f"{group}_{leaf}")
-                assert torch.equal(parameter[row], checkpoint.tensor(name)), name
+                row = rows(method, layer, f"{group}_{leaf}", shard)[expert]
+                assert torch.equal(row, checkpoint.tensor(name)), name
 
 
 def test_trellis_is_the_only_resident_copy(sliced: Path) -> None:
@@ -149,7 +102,7 @@ def test_whole_experts_are_cut_to_the_rank(facts: CheckpointFacts, sliced: Path)
     whole_facts = dataclasses.replace(facts, manifest=None, experts={1: experts})
     layer = make_layer()
     method = build_experts(whole_facts, FakeMoE(tp_rank=1), layer)
-    load(layer, whole, whole_facts, rank=1)
+    load(layer, whole, whole_facts)
     method.process_weights_after_loading(layer)
     _, expected = loaded_rank(sliced, 1)
     for name in ("w13_trellis", "w13_svh", "w2_trellis", "w2_suh"):
@@ -260,10 +213,10 @@ def test_layouts_that_cannot_run_are_refused(
 def test_wrong_tp_names_both_numbers_and_what_works(
     facts: CheckpointFacts, parallel: SimpleNamespace
 ) -> None:
-    parallel.tp_size = 1
-    with pytest.raises(SliceError, match="cut for 2 ranks, the engine runs 1") as error:
-        build_experts(facts, FakeMoE(moe_parallel_config=FakeParallel(1)), make_layer())
-    assert "--tensor-parallel-size 2" in str(error.value)
+    parallel.tp_size = 4
+    with pytest.raises(SliceError, match="cut for 2 ranks, the engine runs 4") as error:
+        build_experts(facts, FakeMoE(moe_parallel_config=FakeParallel(4)), make_layer())
+    assert "--tensor-parallel-size 1, 2" in str(error.value)
 
 
 def test_activation_dtype_and_token_budget(
@@ -281,17 +234,18 @@ def test_meta_device_is_refused(facts: CheckpointFacts) -> None:
         build_experts(facts, FakeMoE(), make_layer())
 
 
-def test_different_bits_in_one_layer_are_refused(plain: Path, tmp_path: Path) -> None:
-    path = make_rank_sliced(plain, tmp_path / "mixed", [3, 4, 3, 3], 2, (1, 2))
-    with pytest.raises(UnsupportedError, match=r"layer 1: .*\[3, 4\]"):
-        build_experts(read_facts(path, SIZES), FakeMoE(), make_layer())
-
-
 def test_different_bits_in_different_layers_are_fine(facts: CheckpointFacts) -> None:
-    rates = {layer: ExpertFacts(layer, 4, (bits,), facts.experts[1].codebook, facts.manifest)
-             for layer, bits in ((1, 3), (2, 5))}  # fmt: skip
-    for layer, expected in ((1, 48), (2, 80)):
+    for bits in (3, 5):
+        experts = dataclasses.replace(facts.experts[1], rates=((bits, bits, bits),) * 4)
         module = make_layer()
-        method = Exl3MoEMethod(FakeMoE(), rates[layer], LAYER)
+        method = Exl3MoEMethod(FakeMoE(), experts, LAYER)
         method.create_weights(module, 4, 128, 128, torch.float32)
-        assert module.w2_trellis.shape == (4, 8, 8, expected)
+        assert rows(method, module, "w2_trellis", "w2").shape == (4, 8, 8, 16 * bits)
+
+
+def test_gate_and_up_need_the_same_bits(facts: CheckpointFacts) -> None:
+    rates = ((3, 3, 4), (3, 3, 3), (3, 4, 3), (3, 3, 3))
+    layer = dataclasses.replace(facts.experts[1], rates=rates)
+    odd = dataclasses.replace(facts, experts={1: layer})
+    with pytest.raises(UnsupportedError, match="layer 1, expert 2: gate has 3 bits and up 4"):
+        build_experts(odd, FakeMoE(), make_layer())

@@ -22,33 +22,32 @@ from exl3kit.checkpoint.names import (
     missing_text,
 )
 from exl3kit.checkpoint.open import R7, Checkpoint, open_checkpoint
-from exl3kit.checkpoint.widths import check_cut
+from exl3kit.checkpoint.widths import check_cut, stored_cut
 from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
 from exl3kit.format.spec import TILE, Codebook, bits_from_words
 from exl3kit.integrations.vllm.params import MatrixSpec
+from exl3kit.runtime.experts import Rates
 
 _EXPERT_MODULE = re.compile(r"\.experts\.\d+\.[^.]+$")
+_ROLES = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
+    "w1": "gate", "w3": "up", "w2": "down",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """The routed experts of one layer: their rates, and whether the file has them cut by rank."""
+    """The routed experts of one layer: rates of each, and whether the file has them cut by rank."""
 
     layer: int
-    num_experts: int
-    rates: tuple[int | float, ...]
+    rates: tuple[Rates, ...]
     codebook: Codebook
     manifest: RankSlicedManifest | None
 
     @property
-    def bits(self) -> int | float:
-        """The one rate of all experts; UnsupportedError where experts of the layer differ."""
-        if len(self.rates) != 1:
-            raise UnsupportedError(
-                f"layer {self.layer}: experts with different bits in one layer "
-                f"{list(self.rates)} cannot be served yet; quantise with one rate per layer"
-            )
-        return self.rates[0]
+    def num_experts(self) -> int:
+        """Experts of the layer, over all ranks."""
+        return len(self.rates)
 
     @property
     def is_sliced(self) -> bool:
@@ -111,13 +110,13 @@ def read_facts(path: Path, sizes: ModelSizes) -> CheckpointFacts:
     _check_dialect(checkpoint)
     manifest = checkpoint.manifest
     linears: dict[str, MatrixSpec] = {}
-    experts: dict[int, list[tuple[str, MatrixSpec]]] = {}
+    experts: dict[int, dict[str, MatrixSpec]] = {}
     for module in checkpoint.exl3_prefixes():
         if ".rank" in module:
             continue
         spec = _matrix_spec(checkpoint, module)
         if _EXPERT_MODULE.search(module):
-            experts.setdefault(layer_index(module), []).append((module, spec))
+            experts.setdefault(layer_index(module), {})[module] = spec
         else:
             linears[module] = spec
     _check_linears(linears)
@@ -132,7 +131,7 @@ def _check_slices(checkpoint: Checkpoint, manifest: RankSlicedManifest, sizes: M
     """Every tensor that every rank needs must be there in the declared shape."""
     hidden_size, width = sizes.hidden_size, sizes.moe_intermediate_size
     check_cut("hidden_size", hidden_size, 1)
-    check_cut("moe_intermediate_size", width, manifest.tp)
+    stored_cut("moe_intermediate_size", width, manifest.tp)
     for layer in manifest.moe_layers:
         missing = []
         for name, rule in expert_rules(manifest, layer, hidden_size, width):
@@ -193,8 +192,7 @@ def _sliced_experts(manifest: RankSlicedManifest) -> dict[int, ExpertFacts]:
     return {
         layer: ExpertFacts(
             layer=layer,
-            num_experts=manifest.experts_per_layer,
-            rates=tuple(sorted(set(manifest.layer_bits[layer]))),
+            rates=tuple((bits, bits, bits) for bits in manifest.layer_bits[layer]),
             codebook=Codebook.MCG,
             manifest=manifest,
         )
@@ -202,14 +200,28 @@ def _sliced_experts(manifest: RankSlicedManifest) -> dict[int, ExpertFacts]:
     }
 
 
-def _whole_experts(layer: int, specs: list[tuple[str, MatrixSpec]]) -> ExpertFacts:
-    codebooks = {spec.codebook for _, spec in specs}
+def _whole_experts(layer: int, specs: Mapping[str, MatrixSpec]) -> ExpertFacts:
+    codebooks = {spec.codebook for spec in specs.values()}
     if len(codebooks) > 1:
         raise UnsupportedError(f"layer {layer}: experts use several codebooks {sorted(codebooks)}")
+    table: dict[int, dict[str, int | float]] = {}
+    for module, spec in specs.items():
+        stem, _, projection = module.rpartition(".")
+        if projection not in _ROLES:
+            raise UnsupportedError(
+                f"{module}: expected a projection named one of {', '.join(_ROLES)}"
+            )
+        expert = int(stem.rpartition(".")[2])
+        table.setdefault(expert, {})[_ROLES[projection]] = spec.bits
+    if sorted(table) != list(range(len(table))) or any(len(row) < 3 for row in table.values()):
+        raise CheckpointError(
+            f"layer {layer}: expected experts numbered from 0 on, each with gate, up and down as "
+            f"EXL3; got {len(specs)} EXL3 matrices of experts {sorted(table)}"
+        )
+    rates = [table[expert] for expert in range(len(table))]
     return ExpertFacts(
         layer=layer,
-        num_experts=len({module.rpartition(".")[0] for module, _ in specs}),
-        rates=tuple(sorted({spec.bits for _, spec in specs})),
+        rates=tuple((row["gate"], row["up"], row["down"]) for row in rates),
         codebook=codebooks.pop(),
         manifest=None,
     )

@@ -7,6 +7,7 @@ the names without `.rank{r}`, which vLLM's models then route by themselves.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -16,12 +17,16 @@ import torch
 
 from exl3kit.checkpoint.manifest import BLOCK_KEY, RankSlicedManifest
 from exl3kit.checkpoint.names import check_rank_sliced_marker, layer_index, normalise_name
+from exl3kit.checkpoint.runtime_checks import owned_ranks
 from exl3kit.errors import CheckpointError
 from exl3kit.integrations.vllm import compat
 from exl3kit.integrations.vllm.config import METHOD, Exl3Config
 from exl3kit.integrations.vllm.facts import CheckpointFacts, checkpoint_folder, read_facts
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
+from exl3kit.integrations.vllm.slices import SliceJoiner
+from exl3kit.log import info_once
 
+_logger = logging.getLogger("vllm.exl3kit")  # vLLM shows what is logged below its own name
 _RANK_TENSOR = re.compile(r"\.rank\d+\.(trellis|suh|svh|mcg|mul1)$")
 _RANK_MARKER = re.compile(r"\.rank\d+\.(mcg|mul1)$")
 _EXPERT_TRELLIS = re.compile(r"\.experts\.\d+\.[^.]+\.trellis$")
@@ -54,8 +59,22 @@ class Exl3Loader(compat.DefaultModelLoader):
         facts = config.hydrated(type(model).__name__)
         check_same(facts, checkpoint_folder(model_config.model, model_config.revision))
         check_methods(model, facts)
-        rank = compat.get_tensor_model_parallel_rank()
-        return local_weights(weights, facts, rank)
+        return local_weights(weights, facts, ranks_here(facts.manifest))
+
+
+def ranks_here(manifest: RankSlicedManifest | None) -> range:
+    """The file's ranks whose slices this process holds; the first process tells if several."""
+    tp_size = compat.get_tensor_model_parallel_world_size()
+    tp_rank = compat.get_tensor_model_parallel_rank()
+    ranks = owned_ranks(manifest, tp_size, tp_rank)
+    if manifest is not None and len(ranks) > 1 and tp_rank == 0:
+        info_once(
+            _logger,
+            "expansion",
+            f"experts are cut for {manifest.tp} ranks and run on {tp_size}: each rank takes "
+            f"{len(ranks)} slices of every expert, each as an expert of its own; results are exact",
+        )
+    return ranks
 
 
 def is_registered() -> bool:
@@ -99,19 +118,27 @@ def check_methods(model: torch.nn.Module, facts: CheckpointFacts) -> None:
 
 
 def local_weights(
-    weights: Weights, facts: CheckpointFacts, rank: int
+    weights: Weights, facts: CheckpointFacts, ranks: range
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """The tensors of `rank`, renamed; an expert trellis as 2-D, its last two dimensions merged.
+    """The tensors of the file's `ranks`, renamed; an expert's slices as one tensor.
 
-    vLLM 0.26 to 0.31 take a 3-D expert tensor for a fused [E, N, K] one; `ExpertField` undoes it.
+    vLLM 0.26 to 0.31 take a 3-D expert tensor for a fused [E, N, K] one: a trellis comes out as
+    2-D, its last two dimensions merged, and slices lie behind one another. `ExpertField` undoes it.
     """
-    for stored_name, tensor in weights:
-        name = _local_name(stored_name, rank, facts.manifest)
-        if name is None or _is_draft_head(name, facts):
+    slices = SliceJoiner(ranks)
+    for stored_name, stored in weights:
+        name, rank = _without_rank(stored_name, facts.manifest)
+        is_foreign = rank is not None and rank not in ranks
+        if is_foreign or _is_draft_head(name, facts):
             continue
         if _RANK_MARKER.search(stored_name):
-            check_rank_sliced_marker(stored_name, tensor)
-        yield name, tensor.flatten(1) if _EXPERT_TRELLIS.search(name) else tensor
+            check_rank_sliced_marker(stored_name, stored)
+        tensor = stored.flatten(1) if _EXPERT_TRELLIS.search(name) else stored
+        if rank is not None and len(ranks) > 1:
+            tensor = slices.add(stored_name, rank, tensor)
+        if tensor is not None:
+            yield name, tensor
+    slices.check_done()
 
 
 def _is_draft_head(name: str, facts: CheckpointFacts) -> bool:
@@ -119,9 +146,9 @@ def _is_draft_head(name: str, facts: CheckpointFacts) -> bool:
     return bool(_DRAFT_HEAD.search(name)) and layer_index(name) >= facts.sizes.num_hidden_layers
 
 
-def _local_name(name: str, rank: int, manifest: RankSlicedManifest | None) -> str | None:
+def _without_rank(name: str, manifest: RankSlicedManifest | None) -> tuple[str, int | None]:
     if manifest is not None:
-        return normalise_name(name, rank, manifest)
+        return normalise_name(name, manifest)
     if _RANK_TENSOR.search(name):
         raise CheckpointError(f"{name}: rank-sliced tensor, but config.json has no {BLOCK_KEY}")
-    return name
+    return name, None
