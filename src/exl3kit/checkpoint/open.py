@@ -206,7 +206,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     config = read_config(folder)
     manifest = RankSlicedManifest.from_config(config, folder)
     stamps = read_stamps(folder)  # before the headers: what changes from here on is seen
-    checkpoint = make_checkpoint(folder, config, manifest, read_index(folder))
+    r7 = R7Manifest.from_config(config) if manifest is None else None
+    checkpoint = make_checkpoint(folder, config, manifest or r7, read_index(folder))
     if checkpoint.r7 is not None:
         check_r7(checkpoint.r7, checkpoint.infos)
     warn_if_newer(config)
@@ -225,18 +226,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 def make_checkpoint(
     folder: Path,
     config: dict[str, Any],
-    manifest: RankSlicedManifest | None,
+    manifest: RankSlicedManifest | R7Manifest | None,
     infos: Mapping[str, TensorInfo],
 ) -> Checkpoint:
-    """The `Checkpoint` of metadata and headers that were read already.
-
-    CheckpointError for an `r7_routed_experts` block that is wrong in itself.
-    """
-    if manifest is not None:
+    """The `Checkpoint` of metadata and headers that were read already."""
+    if isinstance(manifest, RankSlicedManifest):
         return Checkpoint(folder, config, RANK_SLICED, infos, manifest)
-    r7 = R7Manifest.from_config(config)
-    if r7 is not None:
-        return Checkpoint(folder, config, R7, infos, None, r7)
+    if manifest is not None:
+        return Checkpoint(folder, config, R7, infos, None, manifest)
     quantization = config.get("quantization_config")
     claims_exl3 = isinstance(quantization, dict) and quantization.get("quant_method") == "exl3"
     is_exl3 = claims_exl3 or any(name.endswith(_TRELLIS) for name in infos)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from exl3kit.checkpoint.forms import rule_fault, stored_form
 from exl3kit.checkpoint.manifest import RankSlicedManifest
-from exl3kit.checkpoint.names import TensorRule, expert_rules, missing_text
+from exl3kit.checkpoint.names import TensorRule, expert_rules, missing_text, normalise_name
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.r7 import check_r7
 from exl3kit.checkpoint.widths import check_cut, stored_cut
@@ -74,7 +74,7 @@ def structure_faults(checkpoint: Checkpoint, model: ExpectedModel) -> list[str]:
         elif not spec.is_optional:
             missing[_group(spec.name)].append(spec.name)
     faults += [missing_text(group, names) for group, names in missing.items()]
-    return faults + _unexpected(checkpoint, known)
+    return faults + _unexpected(sorted(set(checkpoint.infos) - known), manifest)
 
 
 def _contradictions(manifest: RankSlicedManifest, model: ExpectedModel) -> list[str]:
@@ -140,9 +140,18 @@ def _r7_faults(checkpoint: Checkpoint) -> list[str]:
     return []
 
 
-def _unexpected(checkpoint: Checkpoint, known: set[str]) -> list[str]:
-    extra = sorted(set(checkpoint.infos) - known)
-    if not extra:
-        return []
-    more = "" if len(extra) <= _SHOWN else ", ..."
-    return [f"{len(extra)} tensors that the model does not have: {', '.join(extra[:_SHOWN])}{more}"]
+def _unexpected(names: list[str], manifest: RankSlicedManifest | None) -> list[str]:
+    """Tensors the model does not have: one line for each rank's, whose names tell why, and one."""
+    reasons, others = [], []
+    for name in names:
+        try:
+            if manifest is not None and len(reasons) < _SHOWN:
+                normalise_name(name, manifest)
+            others.append(name)
+        except CheckpointError as err:
+            reasons.append(str(err))
+    if not others:
+        return reasons
+    more = "" if len(others) <= _SHOWN else ", ..."
+    claim = f"{len(others)} tensors that the model does not have"
+    return [*reasons, f"{claim}: {', '.join(others[:_SHOWN])}{more}"]

@@ -23,6 +23,7 @@ from exl3kit.checkpoint.manifest import RankSlicedManifest
 from exl3kit.checkpoint.names import RANK_SUFFIX, check_rank_sliced_marker
 from exl3kit.checkpoint.open import Checkpoint, make_checkpoint, read_config
 from exl3kit.checkpoint.padding import padding_faults
+from exl3kit.checkpoint.r7 import R7Manifest
 from exl3kit.checkpoint.sanity import sanity_faults
 from exl3kit.checkpoint.structure import ExpectedModel, structure_faults
 from exl3kit.checkpoint.values import FileFacts, TensorFacts, read_facts
@@ -77,8 +78,9 @@ def verify_checkpoint(
     if not metadata_faults:
         model = model_of(config)
         faults += structure_faults(checkpoint, model)
-        if manifest is not None:
-            faults += padding_faults(checkpoint, manifest, model.moe_intermediate_size)
+        if checkpoint.manifest is not None:
+            width = model.moe_intermediate_size
+            faults += padding_faults(checkpoint, checkpoint.manifest, width)
     faults += _marker_faults(checkpoint)
     listed, sum_faults = _listed_digests(folder)
     facts, digests, read_faults = _read_all(checkpoint, bool(listed), jobs, progress)
@@ -98,9 +100,10 @@ def verify_checkpoint(
 
 def _manifest(
     config: Mapping[str, Any], folder: Path
-) -> tuple[RankSlicedManifest | None, list[str]]:
+) -> tuple[RankSlicedManifest | R7Manifest | None, list[str]]:
     try:
-        return RankSlicedManifest.from_config(config, folder), []
+        manifest = RankSlicedManifest.from_config(config, folder)
+        return manifest or R7Manifest.from_config(config), []
     except CheckpointError as err:
         return None, [str(err)]
 

@@ -1,10 +1,11 @@
 """Damaged checkpoints by the thousand: `python -m exl3kit.testing.fuzz`.
 
-For each input one file of a small valid checkpoint is damaged; then it is opened, verified,
-inspected and every EXL3 tensor is read. Allowed are success, faults in the report, and `Exl3Error`.
-Not allowed: any other exception, more than 5 s of processor time, an allocation of more than twice
-the folder (and 16 MiB), a message that names nothing, is unprintable or endless. Input n of seed s
-is the same for ever, so a failure is repeated with `--seed s --only n`.
+For each input one file of a small valid checkpoint is damaged; then it is opened, verified and
+inspected, every EXL3 tensor is read and a cut is planned. Allowed are success, faults in the
+report, and `Exl3Error`. Not allowed: any other exception, more than 5 s of processor time, an
+allocation of more than twice the folder (and 16 MiB), a message that names nothing, is unprintable
+or endless. Input n of seed s is the same for ever, so a failure is repeated with
+`--seed s --only n`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.cli.inspect_facts import checkpoint_summary
 from exl3kit.cli.inspect_plan import PlanOptions, plan_summary
-from exl3kit.errors import Exl3Error
+from exl3kit.errors import Exl3Error, SliceError
 from exl3kit.models.registry import model_map
+from exl3kit.slicing.plan import SliceOptions, plan_slice
 from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary, write_plain, write_r7
 from exl3kit.testing.generate import make_rank_sliced
 from exl3kit.testing.mutate import mutate
@@ -64,7 +66,7 @@ _CLAIM = re.compile(
     r"expected|must|missing|truncated|not valid|not finite|cannot|claim|does not have|describes|"
     r"twice|nested|are in both|overlaps|hole|are also|no longer|of them|disagree|differ|stale|"
     r"not allowed|is not|not in|outside|no routed experts|unlike|constant|zero|needs|says|takes|"
-    r"values are|every word|neither|median|has [0-9]|beyond|got "
+    r"values are|every word|neither|median|has [0-9]|beyond|already|nothing to|got "
 )
 
 
@@ -94,13 +96,14 @@ def make_corpus(folder: Path) -> list[Path]:
     def small(name: str, **keys: int) -> dict[str, Any]:
         return tiny_config_of(name, num_experts=2, **keys) | _SMALL
 
+    mcg = OrdinaryOptions(codebook="mcg")
     legacy = OrdinaryOptions(codebook="3inst", has_packed_signs=True, num_shards=2)
     table = OrdinaryOptions(bits=2.5, embedding_bits=4, slice_width=128)
     plain = write_plain(folder / "plain", small("glm4_moe", mtp_layers=1))
     corpus = [
         plain,
         write_plain(folder / "fp8", small("deepseek_v3"), fp8=True),
-        write_ordinary(folder / "ordinary", small("glm_moe_dsa", mtp_layers=1)),
+        write_ordinary(folder / "ordinary", small("glm_moe_dsa", mtp_layers=1), mcg),
         write_ordinary(folder / "legacy", small("llama"), legacy),
         write_ordinary(folder / "table", small("qwen3"), table),
         write_r7(folder / "r7", small("qwen3_moe")),
@@ -185,6 +188,17 @@ def _inspect_and_read(folder: Path) -> str:
     return outcome
 
 
+def _slice(folder: Path) -> str:
+    """Plan a cut for two ranks; that a checkpoint cannot be cut is no damage, but must be said."""
+    try:
+        plan = plan_slice(open_checkpoint(folder), SliceOptions(2, "per_expert"))
+        for tensor in plan.tensors():
+            tensor.nbytes  # noqa: B018
+    except SliceError as error:
+        _check_message(str(error))
+    return "accepted"
+
+
 def _check_message(message: str) -> None:
     if len(message) > _MAX_MESSAGE:
         raise Failure(f"a message of {len(message)} characters: {message[:200]}")
@@ -208,7 +222,7 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-STEPS: tuple[Callable[[Path], str], ...] = (_verify, _inspect_and_read)
+STEPS: tuple[Callable[[Path], str], ...] = (_verify, _inspect_and_read, _slice)
 
 
 def run(seed: int, numbers: range) -> tuple[Counter[str], list[str]]:
