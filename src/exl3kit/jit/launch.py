@@ -46,7 +46,8 @@ class LoadedKernel:
 
     def __init__(self, spec: KernelSpec, index: int) -> None:
         """Raises CompileError, UnsupportedError for an old device, MissingKernelError."""
-        arch = arch_of(torch.cuda.get_device_capability(index))
+        capability = torch.cuda.get_device_capability(index)
+        arch = arch_of(capability)
         compiled = cache.load_or_compile(spec, arch)
         torch.cuda.current_stream(index)  # torch makes the device's primary context
         core = toolkit.cuda_module("cuda.core")
@@ -55,6 +56,7 @@ class LoadedKernel:
         self.spec = spec
         self.resources = compiled.resources
         self._index = index
+        self._can_overlap = capability >= (9, 0)
         self._start = core.launch
         self._code = code  # the kernel lives as long as its library
         self._kernel = code.get_kernel(compiled.symbol)
@@ -86,7 +88,7 @@ class LoadedKernel:
         shared_bytes  dynamic shared memory of a block
         cluster       blocks of a cluster (capability 9.0 and newer)
         overlaps      start while the kernel before it in the stream still runs; for kernels that
-                      wait for it by themselves (griddepcontrol, capability 9.0 and newer)
+                      wait for it by themselves (griddepcontrol); no effect below capability 9.0
         """
         if shared_bytes > self._dynamic_limit:
             self._raise_limit(shared_bytes)
@@ -95,7 +97,7 @@ class LoadedKernel:
             for param, value in zip(self.spec.parameters, arguments, strict=True)
         ]
         stream = _stream(torch.cuda.current_stream(self._index).cuda_stream)
-        config = _config(grid, block, shared_bytes, cluster, overlaps)
+        config = _config(grid, block, shared_bytes, cluster, overlaps and self._can_overlap)
         self._start(stream, config, self._kernel, *packed)
 
     def _raise_limit(self, shared_bytes: int) -> None:

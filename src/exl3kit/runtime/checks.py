@@ -12,6 +12,7 @@ from exl3kit.format.spec import HADAMARD_BLOCK, TILE, bits_from_words, check_bit
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
+_ALIGNMENT = 16
 
 
 def check_tensor(
@@ -28,17 +29,25 @@ def check_tensor(
         raise FormatError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
 
 
-def check_readable(tensors: dict[str, torch.Tensor | None]) -> None:
-    """FormatError unless every tensor is contiguous and on the CPU: no copy is made in silence."""
+def check_readable(tensors: dict[str, torch.Tensor | None], device: torch.device) -> None:
+    """FormatError unless every tensor is contiguous and on `device`: no copy is made in silence.
+
+    On a GPU the address must be a multiple of 16 too: kernels read 16 bytes at a time.
+    """
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if tensor.device.type != "cpu":
-            raise FormatError(f"{name} is on device {tensor.device}, expected cpu")
+        if tensor.device != device:
+            raise FormatError(f"{name} is on device {tensor.device}, expected {device}")
         if not tensor.is_contiguous():
             raise FormatError(
                 f"{name} has strides {tensor.stride()}, expected a contiguous tensor; "
                 "call .contiguous() where it is made"
+            )
+        if device.type == "cuda" and tensor.data_ptr() % _ALIGNMENT:
+            raise FormatError(
+                f"{name} starts at address {tensor.data_ptr():#x}, expected a multiple of "
+                f"{_ALIGNMENT}; call .clone() where the view is made"
             )
 
 

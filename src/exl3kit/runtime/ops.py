@@ -1,8 +1,8 @@
-"""torch custom ops over the CPU kernels, with fakes, and the functions that users call.
+"""torch custom ops over the CPU and CUDA kernels, with fakes, and the functions that users call.
 
 `exl3::linear` and `exl3::moe` change no argument, return new tensors and keep the first dimension
-dynamic, so torch.compile sees one opaque node each. Where no compiler is found the reference runs
-in float32 (exl3kit.jit.cpu warns once).
+dynamic, so torch.compile sees one opaque node each. The device of the tensors chooses the kernels.
+On a CPU without a compiler the reference runs in float32 (exl3kit.jit.cpu warns once).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 
 from exl3kit.jit.cpu import cpu_library
+from exl3kit.kernels import cuda_moe, gemm
 from exl3kit.kernels import linear as linear_kernel
 from exl3kit.kernels import moe as moe_kernel
 from exl3kit.runtime.checks import check_linear, check_moe, check_readable
 from exl3kit.runtime.reference import reference_linear, reference_moe
 
 
-@torch.library.custom_op("exl3::linear", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("exl3::linear", mutates_args=(), device_types=("cpu", "cuda"))
 def _linear(
     x: torch.Tensor,
     trellis: torch.Tensor,
@@ -26,11 +27,15 @@ def _linear(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_linear(x, trellis, suh, svh, codebook, bias)
-    check_readable({"x": x, "trellis": trellis, "suh": suh, "svh": svh, "bias": bias})
-    if cpu_library() is None:
-        return reference_linear(x, trellis, suh, svh, codebook, bias).to(x.dtype)
+    tensors = {"x": x, "trellis": trellis, "suh": suh, "svh": svh, "bias": bias}
+    check_readable(tensors, x.device)
     rows = x.view(-1, x.shape[-1])
-    y = linear_kernel.linear(rows, trellis, suh, svh, codebook, bias)
+    if x.is_cuda:
+        y = gemm.linear(rows, trellis, suh, svh, codebook, bias)
+    elif cpu_library() is None:
+        y = reference_linear(rows, trellis, suh, svh, codebook, bias).to(x.dtype)
+    else:
+        y = linear_kernel.linear(rows, trellis, suh, svh, codebook, bias)
     return y.view(*x.shape[:-1], svh.shape[0])
 
 
@@ -47,7 +52,7 @@ def _(
     return x.new_empty((*x.shape[:-1], svh.shape[0]))
 
 
-@torch.library.custom_op("exl3::moe", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("exl3::moe", mutates_args=(), device_types=("cpu", "cuda"))
 def _moe(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -78,8 +83,12 @@ def _moe(
             "w2_suh": w2_suh,
             "w2_svh": w2_svh,
             "expert_map": expert_map,
-        }
+        },
+        x.device,
     )
+    if x.is_cuda:
+        weights = cuda_moe.MoeWeights(w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh)
+        return cuda_moe.moe(x, topk_weights, topk_ids, weights, codebook, expert_map)
     if cpu_library() is None:
         return reference_moe(*arguments, expert_map).to(x.dtype)
     local_map = None if expert_map is None else expert_map.to(torch.int32)
@@ -122,10 +131,11 @@ def exl3_linear(
     suh, svh  float16 (in,), (out,)
     codebook  "3inst", "mcg" or "mul1"
     bias      (out,) float32, float16 or bfloat16, or None
-    returns   (…, out_features) of x's dtype; float32 throughout, rounded once at the end
+    returns   (…, out_features) of x's dtype, rounded once at the end
 
-    A row's result does not depend on the rows beside it nor on the number of threads.
-    Raises FormatError for a wrong shape, dtype or device, or a tensor that is not contiguous.
+    float32 throughout on a CPU; on a GPU the rotated input is fp16, sums are float32. A row's
+    result does not depend on the rows beside it nor on the number of threads. FormatError
+    for a wrong shape, dtype or device, or a tensor that is not contiguous.
     """
     return _linear(x, trellis, suh, svh, codebook, bias)
 
@@ -154,11 +164,12 @@ def exl3_moe(
     codebook      "3inst", "mcg" or "mul1", of all three
     expert_map    int32 or int64 (E_global,): id -> local expert, -1 = not here; None: ids are local
     returns       (T, H) of x's dtype, the sum over this rank's experts and slice, not reduced over
-                  ranks; float32 throughout, rounded once at the end
+                  ranks; rounded once at the end
 
-    Ids outside the model contribute nothing. A row's result depends neither on the rows beside it
-    nor on the number of threads. Raises FormatError as `exl3_linear` does, and for a map that names
-    an expert which is not there.
+    Precision and errors are those of `exl3_linear`; on a GPU the input of down is rounded to fp16
+    too. Ids outside the model contribute nothing. A row's result depends neither on the rows beside
+    it nor on the number of threads. A map that names an expert which is not there is a FormatError
+    on a CPU; on a GPU, where that would take a synchronisation, such a route adds nothing.
     """
     return _moe(
         x, topk_weights, topk_ids, w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh,

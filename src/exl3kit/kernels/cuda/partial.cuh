@@ -1,0 +1,75 @@
+// How a block of the product kernels is cut among its warps, and how it adds their sums.
+//
+// A block owns a strip of output features and one split of K, which its kSlices warps share. The order
+// of all sums follows from K and the number of splits, never from the number of tokens.
+#pragma once
+
+#include "hadamard.cuh"
+#include "product.cuh"
+
+namespace exl3 {
+
+// With more than 16 tokens a warp takes half a strip, to hold the sums of four groups in the registers
+// of two. kBlocks bounds the registers: 24 warps a multiprocessor, or 16.
+template <int kBits2, int kTokenGroups>
+struct Shape {
+    static constexpr int kGroups = kTokenGroups;
+    static constexpr int kTiles = kGroups == 4 ? 4 : 8, kSlices = 8;
+    static constexpr int kBlocks = kGroups > 1 || Trellis<kBits2>::kPairs > 1 ? 2 : 3;
+    static constexpr int kThreads = 32 * kSlices;
+    static constexpr int kWidth = kTile * kTiles;  // features of a block
+    using Row = Stage<kBits2, kTiles, kGroups>;
+    static constexpr int kRings = Row::kRing * kSlices;
+    static constexpr int kSums = 4 * kSlices * 8 * (kWidth + 4);
+    static constexpr int kSharedBytes = kRings > kSums ? kRings : kSums;
+};
+
+// A warp's share: rows of tiles first .. first + count - 1.
+struct Slice {
+    int first, count;
+};
+
+template <typename Layout>
+EXL3_DEVICE Slice slice_of(int k_tiles) {
+    const int slices = gridDim.x * Layout::kSlices;
+    const int slice = blockIdx.x * Layout::kSlices + threadIdx.x / 32;
+    const int first = k_tiles * slice / slices;
+    return {first, k_tiles * (slice + 1) / slices - first};
+}
+
+// Add the sums of the block's slices and store them times `scale`: row r of the block's tokens goes
+// to the kWidth floats at row_at(r), or nowhere where that is null.
+template <typename Layout, typename RowAt>
+EXL3_DEVICE void store_partial(const float (&sum)[Layout::kTiles][Layout::kGroups][4],
+                               void* shared, float scale, RowAt row_at) {
+    constexpr int kWidth = Layout::kWidth, kSlices = Layout::kSlices;
+    // Columns 4 apart: no bank is hit twice. The memory is that of the rings.
+    auto& sums = *static_cast<float(*)[kSlices][8][kWidth + 4]>(shared);
+    const int warp = threadIdx.x / 32, feature = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int g = 0; g < Layout::kGroups; ++g) {
+        if (row_at(8 * g) == nullptr) return;  // the same for all threads
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < Layout::kTiles; ++n) {
+            const int column = n * kTile + feature;
+            float(&to)[8][kWidth + 4] = sums[warp];
+            to[token][column] = sum[n][g][0];
+            to[token + 1][column] = sum[n][g][1];
+            to[token][column + 8] = sum[n][g][2];
+            to[token + 1][column + 8] = sum[n][g][3];
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < 8 * kWidth; i += Layout::kThreads) {
+            const int row = i / kWidth, column = i % kWidth;
+            float* to = row_at(8 * g + row);
+            if (to == nullptr) break;  // rows after it are absent too
+            float total = sums[0][row][column];
+#pragma unroll
+            for (int s = 1; s < kSlices; ++s) total += sums[s][row][column];
+            to[column] = total * scale;
+        }
+    }
+}
+
+}  // namespace exl3
