@@ -60,6 +60,29 @@ def test_codebook_and_rate_come_from_the_tensors(
     assert open_checkpoint(path).bits == bits
 
 
+STORAGE = {
+    "right": {"stored_tensors": {"x.trellis": {"shape": [8, 8, 48]}}, "bits_per_weight": 3},
+    "wrong": {"stored_tensors": {"model.layers.0.mlp.up_proj.trellis": {"shape": [1, 1, 32]}}},
+}
+
+
+@pytest.mark.parametrize("storage", [None, *STORAGE.values()], ids=["none", *STORAGE])
+def test_tensor_storage_is_not_needed_and_not_believed(
+    tmp_path: Path, storage: dict[str, Any] | None
+) -> None:
+    """quantization_config.json, which exllamav3 writes beside the config for other loaders."""
+    path = write_ordinary(tmp_path / "m", tiny_config_of("llama"))
+    if storage is not None:
+        text = json.dumps({"quant_method": "exl3", "tensor_storage": {"model.x": storage}})
+        (path / "quantization_config.json").write_text(text)
+    assert verify_checkpoint(path, model_map).faults == ()
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.exl3("model.layers.0.mlp.up_proj").bits == 3
+    config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(path).dialect == "ordinary"  # by its tensors alone
+
+
 def test_packed_signs_of_the_first_versions(tmp_path: Path) -> None:
     config = tiny_config_of("llama")
     new = open_checkpoint(write_ordinary(tmp_path / "new", config))

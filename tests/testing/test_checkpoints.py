@@ -80,6 +80,13 @@ def test_every_kind_of_ordinary_file(tmp_path: Path, options: OrdinaryOptions) -
     check(write_ordinary(tmp_path / "m", tiny_config_of("qwen3"), options), "ordinary")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_plain_files_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = write_plain(tmp_path / "m", tiny_config_of("glm4_moe", num_experts=2), dtype)
+    check(path, "plain")
+    assert open_checkpoint(path).tensor("model.layers.1.mlp.gate.weight").dtype == dtype
+
+
 TWINS = {
     "slices": lambda out: write_ordinary(out, tiny_config_of("qwen3"), OPTIONS["slices"]),
     "row table": lambda out: write_ordinary(out, tiny_config_of("llama"), OPTIONS["row table"]),
