@@ -36,8 +36,9 @@ def test_experts_that_a_rule_names_are_outside_the_mean() -> None:
     assert plan.experts == {1: (2, 2, 2, 3), 2: (3, 3, 6, 6)}
 
 
-def test_without_weights_all_have_the_rate_below() -> None:
-    assert plan_bits(Recipe(), MODEL, LAYERS, 3.25, "mcg") == uniform(MODEL, LAYERS, 3)
+def test_without_weights_both_rates_are_there_to_be_checked() -> None:
+    plan = plan_bits(Recipe(), MODEL, LAYERS, 3.25, "mcg")
+    assert plan.experts == {1: (3, 4, 4, 4), 2: (4, 4, 4, 4), 3: (3, 3, 3, 3)}
 
 
 def test_a_layer_is_kept_whole_or_not_at_all() -> None:

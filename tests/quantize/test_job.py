@@ -233,12 +233,13 @@ def test_a_dead_layer_needs_no_hessian(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"bits": 2.5}, FormatError, "bits: expected a whole number from 2 to 6"),
+        ({"bits": 1.5}, FormatError, "bits: expected a whole number from 2 to 6 .*, got 1"),
+        ({"bits": 6.5}, FormatError, "got 7"),
         ({"bits": 7}, FormatError, "got 7"),
         ({"tp": 3}, SliceError, "tp values that work: 1, 2"),
         ({"tp": 0}, SliceError, "tp: expected at least 1"),
         ({"codebook": "mul1"}, FormatError, "expected mcg for rank-sliced experts, got mul1"),
-        ({"tp": None, "bits": 2.5}, FormatError, "2.5 exists with codebook mul1 only"),
+        ({"tp": None, "bits": 8.5}, FormatError, "bits: expected 1 to 8, got 8.5"),
         ({"tp": None, "shim": "modelopt"}, FormatError, "only rank-sliced files have one"),
         ({"at_once": 0}, FormatError, "at_once: expected at least 1"),
         ({"mtp": "trellis", "cols": 1}, FormatError, "cols: expected more than the 1 tokens"),

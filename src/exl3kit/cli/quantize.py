@@ -26,9 +26,15 @@ def quantize(
         Path, typer.Argument(help="Folder to write: new, empty, or of a stopped run to go on with.")
     ],
     bits: Annotated[
-        float,
-        typer.Option(help="Bits per weight of the routed experts; with mul1 also 1.5 to 3.5."),
-    ],
+        float | None,
+        typer.Option(
+            help="Bits per weight of the routed experts. A number between two rates is a mean: "
+            "experts whose errors cost more get more. mul1 has half rates up to 3.5."
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="TOML file of all this; options given here win over it.")
+    ] = None,
     tp: Annotated[
         int | None,
         typer.Option(help="Ranks to cut the experts for; without it the checkpoint is ordinary."),
@@ -54,16 +60,16 @@ def quantize(
     text_field: Annotated[
         str | None, typer.Option(help="Field of the JSON lines that has the text.")
     ] = None,
-    rows: Annotated[int, typer.Option(help="Calibration rows.")] = 64,
-    cols: Annotated[int, typer.Option(help="Tokens of a calibration row.")] = 512,
-    seed: Annotated[int, typer.Option(help="Draws the rows and the sign vectors.")] = 0,
+    rows: Annotated[int | None, typer.Option(help="Calibration rows (64).")] = None,
+    cols: Annotated[int | None, typer.Option(help="Tokens of a calibration row (512).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draws rows and sign vectors (0).")] = None,
     route_all: Annotated[
         bool, typer.Option("--route-all", help="Calibrate every expert on all tokens.")
     ] = False,
     mtp: Annotated[
-        Literal["bf16", "trellis"],
-        typer.Option(help="Next-token layers: copy them, or quantise them as the others."),
-    ] = "bf16",
+        Literal["bf16", "trellis"] | None,
+        typer.Option(help="Next-token layers: copy them (bf16), or quantise them as the others."),
+    ] = None,
     shim: Annotated[
         Literal["modelopt"] | None,
         typer.Option(help="With --tp: write this quant_method, for tools that do not know exl3."),
@@ -77,18 +83,36 @@ def quantize(
     """Quantise a checkpoint layer by layer; a run that was stopped goes on where it was."""
     from exl3kit.quantize.job import quantize_checkpoint
     from exl3kit.quantize.preflight import QuantizeOptions
+    from exl3kit.quantize.recipe import Recipe, RecipeError
+    from exl3kit.quantize.recipe_file import read_recipe
 
+    chosen = (Recipe() if recipe is None else read_recipe(recipe)).overridden(
+        experts=None if bits is None else _number(bits),
+        mtp=mtp,
+        seed=seed,
+        files=tuple(calibration) if calibration else None,
+        text_field=text_field,
+        rows=rows,
+        cols=cols,
+        route_all=route_all or None,
+    )
+    mean = chosen.experts
+    if mean is None:
+        raise RecipeError("bits: expected --bits, or experts = ... in a --recipe, got neither")
+    chosen = chosen.overridden(dense=_groups(dense, mean))
+    texts = chosen.calibration
     options = QuantizeOptions(
-        bits=int(bits) if bits.is_integer() else bits,
+        bits=mean,
         tp=tp,
         slice_mode=slice_mode,
         codebook=codebook,
-        dense=_groups(dense, bits),
-        rows=rows,
-        cols=cols,
-        seed=seed,
-        route_all=route_all,
-        mtp=mtp,
+        dense=chosen.dense,
+        rules=chosen.rules,
+        rows=texts.rows,
+        cols=texts.cols,
+        seed=chosen.seed,
+        route_all=texts.route_all,
+        mtp=chosen.mtp,
         shim=shim,
         device=device,
         at_once=jobs,
@@ -97,9 +121,14 @@ def quantize(
     with _progress() as bar:
         show = _Bars(bar)
         report = quantize_checkpoint(
-            source, output, options, calibration or (), text_field, progress=show
+            source, output, options, texts.files, texts.text_field, progress=show
         )
     _print(report, output)
+
+
+def _number(value: float) -> int | float:
+    """3.0 as 3: a whole rate is an int everywhere."""
+    return int(value) if value.is_integer() else value
 
 
 def _groups(text: str | None, bits: float) -> dict[str, int | float]:
@@ -115,7 +144,7 @@ def _groups(text: str | None, bits: float) -> dict[str, int | float]:
             value = float(rate) if equals else _HEAD_BITS if group == "head" else bits
         except ValueError:
             raise RecipeError(f"--dense {group}: expected a number of bits, got {rate!r}") from None
-        found[group] = int(value) if value.is_integer() else value
+        found[group] = _number(value)
     return found
 
 
@@ -180,4 +209,20 @@ def _print(report: QuantizeReport, output: Path) -> None:
         errors = f"{line.mean_proxy_error:.5f}", f"{line.max_proxy_error:.5f}"
         table.add_row(layer, line.module, f"{line.bits:g}", f"{line.scale:.3f}", *errors)
     out.print(table)
+    _print_coverage(report)
     out.print(f"{output}: mean proxy error {report.mean_proxy_error:.5f}; see {REPORT_NAME}")
+
+
+def _print_coverage(report: QuantizeReport) -> None:
+    """A line for each layer with experts that fewer tokens reached than their Hessians want."""
+    from exl3kit.quantize.hessian import Coverage
+
+    for layer in report.coverage():
+        few, none = layer.count(Coverage.MOSTLY_LAYER), layer.count(Coverage.LAYER)
+        if few or none:
+            out.print(
+                f"layer {layer.layer}: {min(layer.tokens)} to {max(layer.tokens)} tokens an expert "
+                f"(median {layer.median_tokens:.0f}); Hessians mostly of the layer's tokens: {few} "
+                f"of {len(layer.tokens)}, only: {none}",
+                soft_wrap=True,
+            )

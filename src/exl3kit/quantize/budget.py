@@ -27,24 +27,26 @@ def plan_bits(
 
     Experts that a rule names have the rule's bits and are outside the mean; so are those of
     next-token layers, which have the rate below it. `weights` are the other experts' (see
-    `sensitivity`); without them all have the rate below: a plan to check a job by. FormatError for
-    `bits` beyond the codebook's rates, RecipeError for a rule that keeps some experts of a layer.
+    `sensitivity`); without them the first has the rate below and the others that above: a plan to
+    check a job by. FormatError for `bits` beyond the codebook's rates, RecipeError for a rule that
+    keeps some experts of a layer.
     """
-    low, *_ = adjacent_rates(bits, codebook)
+    rates = adjacent_rates(bits, codebook)
     fixed = recipe.expert_bits(model)
     free = [(x, e) for x in layers for e in range(model.num_experts) if (x, e) not in fixed]
-    chosen = dict.fromkeys(free, low)
+    counted = [expert for expert in free if expert[0] not in model.mtp_layers]
+    chosen: dict[Expert, Bits | None] = {**fixed, **dict.fromkeys(free, rates[0])}
     if weights is not None:
-        counted = {e: weights[e] for e in free if e[0] not in model.mtp_layers}
-        chosen |= allocate(counted, bits, codebook)
+        chosen |= allocate({expert: weights[expert] for expert in counted}, bits, codebook)
+    else:
+        chosen |= dict.fromkeys(counted[1:], rates[-1])
     experts = {}
     for layer in layers:
-        rates = [{**fixed, **chosen}[layer, expert] for expert in range(model.num_experts)]
-        known = [rate for rate in rates if rate is not None]
-        if known and len(known) < len(rates):
+        known = [k for e in range(model.num_experts) if (k := chosen[layer, e]) is not None]
+        if known and len(known) < model.num_experts:
             raise RecipeError(
-                f"model.layers.{layer}.mlp.experts: rules keep {len(rates) - len(known)} of "
-                f"{len(rates)} experts; a layer's experts are kept or quantised together"
+                f"model.layers.{layer}.mlp.experts: rules keep {model.num_experts - len(known)} of "
+                f"{model.num_experts} experts; a layer's are kept or quantised together"
             )
         if known:
             experts[layer] = tuple(known)

@@ -34,6 +34,7 @@ from exl3kit.quantize.preflight import (
 )
 from exl3kit.quantize.publish import FinishedShard, publish
 from exl3kit.quantize.report import QuantizeReport, make_report
+from exl3kit.quantize.sensitivity import measure_experts
 from exl3kit.quantize.stages import Stages
 from exl3kit.quantize.store import Progress
 from exl3kit.quantize.work_folder import State, claimed, remove_work
@@ -61,6 +62,10 @@ def quantize_checkpoint(
     texts = calibration_rows(
         checkpoint.path, vocab_size, calibration, *size, options.seed, text_field
     )
+    if plan.needs_weights:
+        layers = [x for x in plan.contents.bits.experts if x < plan.forward.num_hidden_layers]
+        weights = measure_experts(checkpoint, plan.forward, texts.rows, layers)
+        plan = plan_job(checkpoint, options, weights)
     check_disk(out, plan)
     with claimed(out, _identity(plan, texts)) as work, Journal(out / LOG_NAME) as journal:
         state = State.read(work)
@@ -70,7 +75,7 @@ def quantize_checkpoint(
             state.write()
         Stages(plan, texts.rows, out, state, journal, progress).run()
         checkpoint.check_unchanged()
-        report = make_report(plan.contents, journal, texts, options)
+        report = make_report(plan, journal, texts)
         layers = plan.contents.layers
         shards = [FinishedShard(plan.contents.entries(x), state.digests[x]) for x in layers]
         publish(out, shards, output_files(plan, report), output_config(plan, report))

@@ -24,10 +24,12 @@ from exl3kit.log import get_logger
 from exl3kit.models.decoder import DecoderMap
 from exl3kit.models.forward import ForwardModel, forward_model
 from exl3kit.models.registry import model_map
-from exl3kit.quantize.bit_plan import HEAD, BitPlan, uniform
+from exl3kit.quantize.allocate import Expert
+from exl3kit.quantize.bit_plan import HEAD, BitPlan
+from exl3kit.quantize.budget import is_budget, plan_bits
 from exl3kit.quantize.contents import Contents, layer_of, total_bytes
 from exl3kit.quantize.layout import WHOLE, Layout, SliceMode
-from exl3kit.quantize.recipe import MtpMode, Recipe
+from exl3kit.quantize.recipe import MtpMode, Recipe, Rule
 
 if TYPE_CHECKING:
     from exl3kit.checkpoint.open import Checkpoint
@@ -42,8 +44,10 @@ _SHOWN = 8
 class QuantizeOptions:
     """What the user chose.
 
-    bits        of every routed expert, or a plan of all that becomes EXL3
+    bits        of every routed expert, where no rate is that number their mean (see `budget`); or
+                a plan of all that becomes EXL3
     dense       beside a number of bits: group of other linears -> bits (groups: `recipe.GROUPS`)
+    rules       beside a number of bits: exceptions by module name (see `recipe`)
     tp          ranks to cut the experts for; None writes an ordinary checkpoint, experts whole
     slice_mode  whether a rank's part is quantised by itself or cut from the whole (see `layout`)
     codebook    "mcg", which rank-sliced files need; "mul1" and "3inst" in ordinary ones
@@ -61,6 +65,7 @@ class QuantizeOptions:
     slice_mode: SliceMode = "independent"
     codebook: str = "mcg"
     dense: Mapping[str, int | float] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
     rows: int = 64
     cols: int = 512
     seed: int = 0
@@ -75,13 +80,20 @@ class QuantizeOptions:
 @dataclass(frozen=True)
 class JobPlan:
     """A job that passed `plan_job`. `mtp_layers` are the next-token layers the source holds;
-    `source_format` is the dtype of the weights that are quantised."""
+    `source_format` is the dtype of the weights that are quantised; `expert_weights` are what a mean
+    number of bits is shared out by."""
 
     options: QuantizeOptions
     forward: ForwardModel
     contents: Contents
     mtp_layers: range
     source_format: str
+    expert_weights: Mapping[Expert, float] | None
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the bits are a mean, and the plan is not final until experts are weighed."""
+        return is_budget(self.options.bits, self.options.codebook) and self.expert_weights is None
 
     @property
     def dialect(self) -> str:
@@ -94,8 +106,15 @@ class JobPlan:
         return sum(len(self.contents.matrices(layer)) for layer in self.contents.layers)
 
 
-def plan_job(checkpoint: Checkpoint, options: QuantizeOptions) -> JobPlan:
+def plan_job(
+    checkpoint: Checkpoint,
+    options: QuantizeOptions,
+    expert_weights: Mapping[Expert, float] | None = None,
+) -> JobPlan:
     """Check source and options; no weight is read.
+
+    `expert_weights` are from `measure_experts`, for a mean number of bits; without them such a plan
+    is provisional: enough to check the job by.
 
     UnsupportedError: an architecture or a config without a forward pass, a source quantised in
     another format, nothing to quantise. CheckpointError: already EXL3, missing or misshapen tensors
@@ -107,7 +126,7 @@ def plan_job(checkpoint: Checkpoint, options: QuantizeOptions) -> JobPlan:
     forward = forward_model(checkpoint.config)
     _check_output(options, model)
     mtp_layers = stored_mtp_layers(checkpoint, model)
-    bits = _bits(checkpoint, model, options, mtp_layers)
+    bits = _bits(checkpoint, model, options, mtp_layers, expert_weights)
     dialect = ORDINARY if options.tp is None else RANK_SLICED
     bits.check(model, dialect, options.codebook)
     _check_tensors(checkpoint, model, mtp_layers)
@@ -115,7 +134,8 @@ def plan_job(checkpoint: Checkpoint, options: QuantizeOptions) -> JobPlan:
     contents = Contents(checkpoint, model, bits, layout, Codebook(options.codebook))
     if options.tp is not None:
         rank_sliced_manifest(options.tp, bits)  # refuses layers that are not contiguous
-    return JobPlan(options, forward, contents, mtp_layers, _source_format(checkpoint, contents))
+    source_format = _source_format(checkpoint, contents)
+    return JobPlan(options, forward, contents, mtp_layers, source_format, expert_weights)
 
 
 def rank_sliced_manifest(
@@ -215,9 +235,13 @@ def _check_output(options: QuantizeOptions, model: DecoderMap) -> None:
 
 
 def _bits(
-    checkpoint: Checkpoint, model: DecoderMap, options: QuantizeOptions, mtp_layers: range
+    checkpoint: Checkpoint,
+    model: DecoderMap,
+    options: QuantizeOptions,
+    mtp_layers: range,
+    expert_weights: Mapping[Expert, float] | None,
 ) -> BitPlan:
-    """The plan for what the source has; without one, the same rate for every routed expert."""
+    """The plan for what the source has: the one given, or made of bits, groups and rules."""
     if options.mtp == "trellis" and not mtp_layers:
         raise CheckpointError(
             f"{checkpoint.path}: mtp 'trellis': expected a next-token layer in the source, found "
@@ -231,8 +255,8 @@ def _bits(
     layers = layers_to_quantize(model, options.mtp, mtp_layers)
     bits = options.bits
     if not isinstance(bits, BitPlan):
-        modules = Recipe(dense=options.dense).module_bits(model)
-        bits = uniform(model, layers, bits, modules)
+        recipe = Recipe(dense=options.dense, rules=options.rules)
+        bits = plan_bits(recipe, model, layers, bits, options.codebook, expert_weights)
     kept = set(model.mtp_layers) - set(mtp_layers if options.mtp == "trellis" else ())
     plan = BitPlan(
         {layer: rates for layer, rates in bits.experts.items() if layer not in kept},

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from exl3kit.log import get_logger
 from exl3kit.quantize.calibration import Calibration
-from exl3kit.quantize.contents import Contents
+from exl3kit.quantize.coverage import LayerCoverage, coverage_counts, layer_coverage
 from exl3kit.quantize.hessian import Coverage
 from exl3kit.quantize.journal import Journal, MatrixResult
-from exl3kit.quantize.preflight import QuantizeOptions
+from exl3kit.quantize.place import Place
+from exl3kit.quantize.preflight import JobPlan
 
 _log = get_logger(__name__)
 
 REPORT_NAME = "quantization_report.json"
-
-_NAME = re.compile(
-    r"(?:model\.layers\.(?P<layer>\d+)\.)?(?:mlp\.experts\.(?P<expert>\d+)\.)?"
-    r"(?P<module>.+?)(?:\.rank\d+)?"
-)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a matrix belongs: `expert` None for dense linears, `layer` None for the head."""
-
-    layer: int | None
-    expert: int | None
-    module: str
-
-    @classmethod
-    def of(cls, name: str) -> Place:
-        """Of a matrix by its name in the log; `module` is a routed expert's projection alone."""
-        match = _NAME.fullmatch(name)
-        assert match is not None, name
-        return cls(_number(match["layer"]), _number(match["expert"]), match["module"])
-
-
-def _number(digits: str | None) -> int | None:
-    return None if digits is None else int(digits)
 
 
 @dataclass(frozen=True)
@@ -63,10 +36,14 @@ class ModuleSummary:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """Every matrix in the order of the checkpoint, and how the calibration was made."""
+    """Every matrix in the order of the checkpoint, and how the calibration was made.
+
+    `allocation` is the mean bits asked for and the experts' weights they were shared out by.
+    """
 
     results: tuple[MatrixResult, ...]
     calibration: dict[str, Any]
+    allocation: dict[str, Any] | None = None
 
     def summaries(self) -> list[ModuleSummary]:
         """One line a layer and linear, in the order of the checkpoint."""
@@ -76,6 +53,10 @@ class QuantizeReport:
             groups.setdefault((place.layer, place.module), []).append(result)
         return [_summary(*key, results) for key, results in groups.items()]
 
+    def coverage(self) -> list[LayerCoverage]:
+        """What the routed experts of each layer were calibrated on."""
+        return layer_coverage(self.results)
+
     @property
     def mean_proxy_error(self) -> float:
         """Mean over all matrices."""
@@ -83,8 +64,11 @@ class QuantizeReport:
 
     def to_json(self) -> dict[str, Any]:
         """The content of quantization_report.json; no times: equal jobs write equal bytes."""
+        allocation = {} if self.allocation is None else {"allocation": self.allocation}
         return {
             "calibration": self.calibration,
+            "tokens_by_expert": {str(x.layer): list(x.tokens) for x in self.coverage()},
+            **allocation,
             "summary": [asdict(summary) for summary in self.summaries()],
             "proxy_error": {result.name: result.proxy_error for result in self.results},
         }
@@ -104,32 +88,29 @@ def _summary(layer: int | None, module: str, results: list[MatrixResult]) -> Mod
     )
 
 
-def coverage_counts(results: Iterable[MatrixResult]) -> dict[str, int]:
-    """Routed experts by the origin of their Hessians, all origins listed."""
-    origins: dict[tuple[int | None, int], Coverage] = {}
-    for result in results:
-        place = Place.of(result.name)
-        if place.expert is not None:
-            origins[place.layer, place.expert] = result.coverage
-    counts = Counter(origins.values())
-    return {str(kind): counts[kind] for kind in Coverage}
-
-
-def make_report(
-    contents: Contents, journal: Journal, texts: Calibration, options: QuantizeOptions
-) -> QuantizeReport:
+def make_report(plan: JobPlan, journal: Journal, texts: Calibration) -> QuantizeReport:
     """The report of a job whose matrices are all in the log; it also logs what was not covered."""
+    contents = plan.contents
     matrices = (matrix for layer in contents.layers for matrix in contents.matrices(layer))
     results = tuple(journal.result(matrix.name) for matrix in matrices)
-    counts = coverage_counts(results)
+    counts = coverage_counts(layer_coverage(results))
     if any(counts[kind] for kind in (Coverage.MOSTLY_LAYER, Coverage.LAYER, Coverage.NONE)):
         _log.warning("experts by the origin of their Hessians: %s", counts)
     calibration = {
         "text": ", ".join(texts.texts),
         "rows": texts.rows.shape[0],
         "cols": texts.rows.shape[1],
-        "seed": options.seed,
+        "seed": plan.options.seed,
         "tokens_per_layer": texts.rows.numel(),
         "experts_by_hessian": counts,
     }
-    return QuantizeReport(results, calibration)
+    return QuantizeReport(results, calibration, _allocation(plan))
+
+
+def _allocation(plan: JobPlan) -> dict[str, Any] | None:
+    if plan.expert_weights is None:
+        return None
+    layers: dict[str, list[float]] = {}
+    for (layer, _), weight in sorted(plan.expert_weights.items()):
+        layers.setdefault(str(layer), []).append(weight)
+    return {"mean_bits": plan.options.bits, "expert_weights": layers}
