@@ -34,6 +34,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_moe", {"norm_topk_prob": False}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("qwen3_moe", {"mlp_only_layers": [1]}),
     ("deepseek_v2", {}),
     ("deepseek_v2", {"q_lora_rank": 32, "attention_bias": True, "routed_scaling_factor": 4.0}),
     (
@@ -47,6 +49,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.7}}),
     ("glm4_moe_lite", {}),
     ("glm4_moe_lite", {"rope_interleave": False, "v_head_dim": 32}),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     ("deepseek_v32", {}),
     ("glm_moe_dsa", {}),
 ]

@@ -35,24 +35,35 @@ class GqaAttention:
         observe: Observe | None,
     ) -> tuple[Tensor, Tensor | None]:
         """(R, S, H) -> (R, S, H); `selected` passes unused."""
-        length = x.shape[1]
         if observe is not None:
             observe(_QKV, x)
-        cos, sin = self.rope.table(length, x.device)
-        query = rotate(self._heads(x, weights, "q"), cos, sin)
-        key = rotate(self._heads(x, weights, "k"), cos, sin)
-        value = self._heads(x, weights, "v")
-        mask = None
-        if layer in self.window_layers and length > self.window:
-            mask = torch.ones(length, length, dtype=torch.bool, device=x.device)
-            mask = mask.tril().triu(1 - self.window)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        mixed = mixed.transpose(1, 2).flatten(2)
+        table = self.rope.table(x.shape[1], x.device)
+        query = rotate(self._heads(x, weights, "q"), *table)
+        key = rotate(self._heads(x, weights, "k"), *table)
+        mixed = self._mix(query, key, self._heads(x, weights, "v"), layer)
         if observe is not None:
             observe((_O,), mixed)
         return linear(mixed, weights, _O, "o_proj" in self.shape.biased), selected
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+        """Softmax attention of (R, heads, S, head_dim), given as (R, S, heads * head_dim).
+
+        One call for each of the queries that share a key: on CUDA torch's enable_gqa is for its half
+        precision kernel and the one that holds all scores. On the CPU it saves at most a tenth.
+        """
+        mask = self._window_mask(query.shape[2], layer, query.device)
+        mixed = [
+            F.scaled_dot_product_attention(part, key, value, attn_mask=mask, is_causal=mask is None)
+            for part in query.unflatten(1, (self.shape.num_kv_heads, -1)).unbind(2)
+        ]
+        return torch.stack(mixed, dim=2).flatten(1, 2).transpose(1, 2).flatten(2)
+
+    def _window_mask(self, length: int, layer: int, device: torch.device) -> Tensor | None:
+        """(S, S) bool, the keys a token sees; None for all up to its own."""
+        if layer not in self.window_layers or length <= self.window:
+            return None
+        mask = torch.ones(length, length, dtype=torch.bool, device=device)
+        return mask.tril().triu(1 - self.window)
 
     def _heads(self, x: Tensor, weights: Weights, kind: str) -> Tensor:
         """The q, k or v projection of (R, S, H) as (R, heads, S, head_dim), q and k normed."""
