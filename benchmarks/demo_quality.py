@@ -1,209 +1,122 @@
-"""Quality and time of quantising the demo model: perplexity and KL divergence on its held-out text.
+"""Quality of the demo model at every rate: divergence from BF16 on its held-out text.
 
-    python benchmarks/demo_quality.py [--bits 2 3 4] [--seeds 0] [--out benchmarks/results]
+    python benchmarks/demo_quality.py [--bits 2 2.5 3 3.25 4 5 6] [--seed 0] [--work DIR]
 
-Each case quantises the model for two ranks, and compares the file's next-token distribution with
-that of BF16: perplexity over the whole text, KL divergence over its first 48 windows of 512 tokens.
-KL is the finer measure: on this model perplexity moves more with the seed than with a bit. The
-last table is what one scale g a layer costs against a search of every slice. Writes
-demo_quality.json and demo_quality.md.
+Each case quantises the routed experts for two ranks (2.5 and 3.25: a mean shared out over experts)
+and runs all of held_out.txt through both models. Writes demo_quality.json, .md and .png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from facts import ROOT, bullet_list, facts
 
-from exl3kit.checkpoint.names import PROJECTIONS
-from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
-from exl3kit.evaluate.perplexity import perplexity
-from exl3kit.format.spec import Codebook
-from exl3kit.models.base import ShardKind
-from exl3kit.models.forward import forward_model
-from exl3kit.models.module_weights import ModuleWeights
-from exl3kit.quantize.calibration import encode_text
-from exl3kit.quantize.experts import layer_scale
+from exl3kit.checkpoint.open import open_checkpoint
+from exl3kit.evaluate.compare import compare_states
+from exl3kit.evaluate.metrics import Quality, summarize
+from exl3kit.evaluate.plot import plot_rates
+from exl3kit.evaluate.report import quality_table
+from exl3kit.evaluate.states import FinalStates, final_states, text_windows
+from exl3kit.models.registry import model_map
 from exl3kit.quantize.job import quantize_checkpoint
-from exl3kit.quantize.layout import Layout
 from exl3kit.quantize.preflight import QuantizeOptions
-from exl3kit.quantize.tensor import quantize_tensors
 
-ROOT = Path(__file__).parent
 MODEL = ROOT.parent / "examples" / "demo-model"
-WINDOWS, WINDOW = 48, 512
+BITS = (2, 2.5, 3, 3.25, 4, 5, 6)
+WINDOW = 512
 TP = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """One quantisation. `kl` in nats a token; `seconds` of wall clock and of all threads' CPU."""
+    """One quantisation; `seconds` of wall clock and of all threads' CPU, without evaluation."""
 
-    bits: int
-    seed: int
-    perplexity: float
-    ratio: float
-    kl: float
+    bits: float
+    quality: Quality
     proxy_error: float
     seconds: float
     cpu_seconds: float
 
 
-@dataclass(frozen=True)
-class ScaleCost:
-    """Mean proxy error of one projection's slices with the layer's g and with a g of their own."""
+class Bench:
+    """The reference on the held-out text, and the cases measured against it."""
 
-    layer: int
-    projection: str
-    pooled: float
-    own: float
+    def __init__(self, seed: int, work: Path) -> None:
+        self._seed, self._work = seed, work
+        checkpoint = open_checkpoint(MODEL)
+        text = (MODEL / "held_out.txt").read_text(encoding="utf-8")
+        vocab_size = model_map(checkpoint.config).vocab_size
+        self._tokens = text_windows(text, MODEL, vocab_size, WINDOW)
+        self._reference: FinalStates = final_states(checkpoint, self._tokens)
 
-    @property
-    def excess(self) -> float:
-        """What pooling adds to the error, as a share of it."""
-        return self.pooled / self.own - 1
-
-
-@torch.inference_mode()
-def log_probabilities(checkpoint: Checkpoint, text: str) -> Tensor:
-    """Of the next token, (WINDOWS, WINDOW, V)."""
-    model = forward_model(checkpoint.config)
-    tokens = encode_text(text, checkpoint.path, model.vocab_size)
-    tokens = tokens[: WINDOWS * WINDOW].view(WINDOWS, WINDOW)
-    weights = ModuleWeights(checkpoint)
-    x = model.embed(tokens, weights["model.embed_tokens.weight"])
-    for layer in range(model.num_hidden_layers):
-        own = ModuleWeights(checkpoint, f"model.layers.{layer}.")
-        x = model.decoder_layer(x, own, layer)
-    norm, head = weights["model.norm.weight"], weights["lm_head.weight"]
-    return model.logits(x, norm, head).log_softmax(-1)
-
-
-def measure(bits: int, seed: int, text: str, base: Tensor, base_perplexity: float) -> Case:
-    """Quantise, then compare with BF16's log-probabilities `base`."""
-    with tempfile.TemporaryDirectory() as folder:
+    def measure(self, bits: float) -> Case:
+        """Quantise into the work folder, and compare."""
+        rate = int(bits) if bits == int(bits) else bits
+        out = self._work / f"k{rate}-seed{self._seed}"
         start, cpu = time.perf_counter(), time.process_time()
-        out = Path(folder) / "out"
-        report = quantize_checkpoint(MODEL, out, QuantizeOptions(bits, TP, seed=seed))
+        report = quantize_checkpoint(MODEL, out, QuantizeOptions(rate, TP, seed=self._seed))
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-        checkpoint = open_checkpoint(out)
-        reached = perplexity(checkpoint, text).perplexity
-        kl = float((base.exp() * (base - log_probabilities(checkpoint, text))).sum(-1).mean())
-    error = report.mean_proxy_error
-    ratio = reached / base_perplexity
-    return Case(bits, seed, reached, ratio, kl, error, seconds, cpu_seconds)
+        states = final_states(open_checkpoint(out), self._tokens)
+        quality = summarize(compare_states(states, self._reference, self._tokens))
+        return Case(bits, quality, report.mean_proxy_error, seconds, cpu_seconds)
 
 
-@torch.inference_mode()
-def scale_costs(bits: int, layer: int, experts: range) -> list[ScaleCost]:
-    """Quantise slices of one layer twice, without Hessian: the scale is all that differs."""
-    checkpoint = open_checkpoint(MODEL)
-    weights = ModuleWeights(checkpoint, f"model.layers.{layer}.")
-    layout, num_experts = Layout(TP), checkpoint.config["n_routed_experts"]
-    costs = []
-    for projection in PROJECTIONS:
-        kind = ShardKind.ROW if projection == "down_proj" else ShardKind.COLUMN
-        dense = [weights[f"mlp.experts.{expert}.{projection}.weight"].T for expert in experts]
-        slices = [piece for weight in dense for piece, _ in layout.split(weight, None, kind)]
-        scale = layer_scale(weights, num_experts, projection, layout, bits, Codebook.MCG, 0)
-        errors = [
-            [
-                stats.proxy_error
-                for _, stats in quantize_tensors(slices, [None] * len(slices), bits, scales=fixed)
-            ]
-            for fixed in ([scale] * len(slices), None)
-        ]
-        pooled, own = (sum(e) / len(e) for e in errors)
-        costs.append(ScaleCost(layer, projection, pooled, own))
-    return costs
-
-
-def facts() -> dict[str, str]:
-    """Where, when and how this was measured."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.strip()
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": next(names, "unknown"),
-        "cores": str(os.cpu_count()),
-        "load_average": f"{os.getloadavg()[0]:.1f}",
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": f"python benchmarks/demo_quality.py {' '.join(sys.argv[1:])}".strip(),
-    }
-
-
-def markdown(header: dict[str, str], base: float, cases: list[Case], costs: list[ScaleCost]) -> str:
+def markdown(header: dict[str, str], cases: list[Case]) -> str:
     """The result page."""
-    lines = ["# Quality of the quantised demo model", ""]
-    lines += [f"- {key}: {value}" for key, value in header.items()]
-    lines += [
-        "",
-        f"BF16 perplexity {base:.4f}. {TP} rank slices, experts quantised, rest BF16.",
-        "",
-    ]
-    lines += [
-        "| bits | seed | perplexity | x BF16 | KL | mean proxy error | seconds | CPU seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {c.bits} | {c.seed} | {c.perplexity:.4f} | {c.ratio:.4f} | {c.kl:.4f} | "
-        f"{c.proxy_error:.5f} | {c.seconds:.0f} | {c.cpu_seconds:.0f} |"
+    first = cases[0].quality
+    low, high = first.intervals["reference_perplexity"]
+    rows = {f"{case.bits:g}": case.quality for case in cases}
+    costs = "".join(
+        f"| {c.bits:g} | {c.proxy_error:.6f} | {c.seconds:.0f} | {c.cpu_seconds:.0f} |\n"
         for c in cases
-    ]
-    lines += [
-        "",
-        "One g a layer and projection against a g for every slice, relative squared error:",
-        "",
-        "| layer | projection | one g | own g | cost |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {c.layer} | {c.projection} | {c.pooled:.6f} | {c.own:.6f} | {c.excess:+.2%} |"
-        for c in costs
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return f"""# Quality of the quantised demo model
+
+{bullet_list(header)}
+Routed experts at the rate named, {TP} rank slices, the rest BF16; 2.5 and 3.25 are means over
+experts. Against the BF16 model, perplexity {first.reference_perplexity:.4f} ({low:.3f} to
+{high:.3f}), on {first.predicted_tokens:,} held-out tokens in {first.windows} windows of {WINDOW}.
+KLD in nats a token; in brackets 95 % intervals over windows.
+
+{quality_table(rows, "bits")}
+![divergence, agreement and perplexity over the bits](demo_quality.png)
+
+| bits | mean proxy error | seconds | CPU seconds |
+| --- | --- | --- | --- |
+{costs}"""
+
+
+def run(bits: list[float], seed: int, work: Path, out: Path) -> None:
+    """Measure all cases and write the three files."""
+    header, bench, cases = facts(), Bench(seed, work), []
+    for rate in sorted(bits):
+        cases.append(bench.measure(rate))
+        print(cases[-1], flush=True)
+    rows = {case.bits: case.quality for case in cases}
+    plot_rates(rows, "demo model, held-out text", out / "demo_quality.png")
+    result = {**header, "seed": seed, "cases": [asdict(case) for case in cases]}
+    (out / "demo_quality.json").write_text(json.dumps(result, indent=2) + "\n")
+    page = markdown(header, cases)
+    (out / "demo_quality.md").write_text(page)
+    print(page)
 
 
 def main() -> None:
-    """Measure and write both result files."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--bits", type=float, nargs="+", default=BITS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="keeps the quantised models here")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     options = parser.parse_args()
-    text = (MODEL / "held_out.txt").read_text(encoding="utf-8")
-    checkpoint, header = open_checkpoint(MODEL), facts()
-    base, distribution = perplexity(checkpoint, text), log_probabilities(checkpoint, text)
-    cases = []
-    for bits in options.bits:
-        for seed in options.seeds:
-            cases.append(measure(bits, seed, text, distribution, base.perplexity))
-            print(cases[-1], flush=True)
-    costs = scale_costs(3, 2, range(0, 8, 3))
-    result = {
-        **header,
-        "bf16": asdict(base),
-        "cases": [asdict(case) for case in cases],
-        "scale_costs": [asdict(cost) for cost in costs],
-    }
-    (options.out / "demo_quality.json").write_text(json.dumps(result, indent=2) + "\n")
-    page = markdown(header, base.perplexity, cases, costs)
-    (options.out / "demo_quality.md").write_text(page)
-    print(page)
+    with tempfile.TemporaryDirectory() as folder:
+        run(options.bits, options.seed, options.work or Path(folder), options.out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,37 @@
+"""Where, when and how a result was measured: the head of every result page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent
+
+
+def facts() -> dict[str, str]:
+    """Date, processor, load, versions, commit and command line, as text."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+    ).stdout.strip()
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+    script = Path(sys.argv[0]).name
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": next(names, "unknown"),
+        "cores": str(os.cpu_count()),
+        "load_average": f"{os.getloadavg()[0]:.1f}",
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": f"python benchmarks/{script} {' '.join(sys.argv[1:])}".strip(),
+    }
+
+
+def bullet_list(header: dict[str, str]) -> str:
+    """The facts as Markdown."""
+    return "".join(f"- {key}: {value}\n" for key, value in header.items())
