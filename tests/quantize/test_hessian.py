@@ -41,8 +41,7 @@ def layer_hessians(pieces: int = 1, name: str = "layer") -> LayerHessians:
     return hessians
 
 
-def assert_close(got: torch.Tensor | None, expected: torch.Tensor) -> None:
-    assert got is not None
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), expected, atol=1e-3, rtol=1e-4)
 
 

@@ -50,14 +50,11 @@ class Coverage(StrEnum):
 
 @dataclass(frozen=True)
 class ExpertHessians:
-    """`gate_up` (H, H) and `down` (I, I), fp32 means of outer products; None = not calibrated."""
+    """`gate_up` (H, H) and `down` (I, I), fp32 means of outer products."""
 
-    gate_up: Tensor | None
-    down: Tensor | None
+    gate_up: Tensor
+    down: Tensor
     coverage: Coverage
-
-
-UNCALIBRATED = ExpertHessians(None, None, Coverage.NONE)
 
 
 class Moment:

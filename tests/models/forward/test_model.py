@@ -93,19 +93,6 @@ def test_observed_are_the_inputs_of_all_dense_linears(
         torch.testing.assert_close(x + out, mixed)
 
 
-def test_observed_inputs_of_head_and_next_token_projection() -> None:
-    ours, generator = forward_model(reference.tiny("glm4_moe")), torch.Generator().manual_seed(1)
-    x, y = (torch.randn(2, 5, 64, generator=generator) for _ in range(2))
-    seen: dict[tuple[str, ...], Tensor] = {}
-    head = torch.randn(320, 64, generator=generator)
-    logits = ours.logits(x, torch.ones(64), head, seen.__setitem__)
-    torch.testing.assert_close(seen["lm_head",] @ head.T, logits)
-    weights = {name: torch.ones(64) for name in ("enorm.weight", "hnorm.weight")}
-    weights["eh_proj.weight"] = torch.randn(64, 128, generator=generator)
-    joined = ours.mtp_input(x, y, weights, seen.__setitem__)
-    torch.testing.assert_close(seen["eh_proj",] @ weights["eh_proj.weight"].T, joined)
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [

@@ -25,9 +25,9 @@ Weights are a mapping of layer-local names to fp32 tensors in Hugging Face orien
 (out_features, in_features), asked for one at a time, so a lazy mapping keeps one matrix resident.
 Rows are independent sequences from position 0; they may be passed in pieces, each with a `Carry` of
 its own. Everything runs on the device of x, where the weights must be too. An `observe` callback is
-given the input of every linear but the routed experts': `observe(names, x)`, with the layer-local
-names of the linears that share it ("self_attn.q_proj", ...) and x (..., n). A next-token layer is
-fed by `mtp_input` and runs as any other decoder layer.
+given the inputs of attention's linears, of a dense MLP and of shared experts: `observe(names, x)`,
+with the layer-local names of the linears that share one ("self_attn.q_proj", ...) and x (..., n).
+A next-token layer is fed by `mtp_input` and runs as any other decoder layer.
 
 Each architecture is held to transformers' own class by tests/models/forward. A config value that
 the arithmetic here does not cover is refused by name with UnsupportedError.

@@ -48,8 +48,8 @@ class GqaAttention:
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
         """Softmax attention of (R, heads, S, head_dim), given as (R, S, heads * head_dim).
 
-        One call for each of the queries that share a key: on CUDA torch's enable_gqa is for its half
-        precision kernel and the one that holds all scores. On the CPU it saves at most a tenth.
+        One call for each of the queries that share a key: on CUDA torch's enable_gqa is only for
+        its half precision kernel and the one that holds all scores; on the CPU it saves a tenth.
         """
         mask = self._window_mask(query.shape[2], layer, query.device)
         mixed = [

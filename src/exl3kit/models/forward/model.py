@@ -144,22 +144,11 @@ class ForwardModel:
         """The norm in front of the head, (..., H): `model.norm`, or an MTP layer's own."""
         return rms_norm(x, weight, self.eps)
 
-    def logits(
-        self, x: Tensor, norm: Tensor, head: Tensor, observe: Observe | None = None
-    ) -> Tensor:
+    def logits(self, x: Tensor, norm: Tensor, head: Tensor) -> Tensor:
         """Final norm and head: (..., H) -> (..., V); a tied head is the embedding."""
-        normed = self.final_norm(x, norm)
-        if observe is not None:
-            observe(("lm_head",), normed)
-        return F.linear(normed, head)
+        return F.linear(self.final_norm(x, norm), head)
 
-    def mtp_input(
-        self,
-        hidden: Tensor,
-        next_embeds: Tensor,
-        weights: Weights,
-        observe: Observe | None = None,
-    ) -> Tensor:
+    def mtp_input(self, hidden: Tensor, next_embeds: Tensor, weights: Weights) -> Tensor:
         """What a next-token layer is given: eh_proj(enorm(next_embeds) | hnorm(hidden)), (R, S, H).
 
         Position s joins the target's state of token s with the embedding of token s + 1, and the
@@ -180,7 +169,4 @@ class ForwardModel:
             rms_norm(embeds, weights["enorm.weight"], self.eps),
             rms_norm(hidden, weights["hnorm.weight"], self.eps),
         )
-        joined = torch.cat(parts, dim=-1)
-        if observe is not None:
-            observe(("eh_proj",), joined)
-        return linear(joined, weights, "eh_proj")
+        return linear(torch.cat(parts, dim=-1), weights, "eh_proj")
