@@ -7,7 +7,8 @@ two runs that differ in any bit of any input write different files.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ SPEC = TinyGlm4Moe(
     num_kv_heads=1,
     head_dim=64,
 )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Matrices of 128 x 256: threads cost more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import CheckpointError
@@ -38,11 +37,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    quick.install(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices of 128 x 256: threads cost more than they save
-    yield
-    torch.set_num_threads(threads)
+    with quick.one_thread():
+        quick.install(monkeypatch)
+        yield
 
 
 def digests(folder: Path) -> dict[str, str]:
