@@ -31,11 +31,11 @@ class Param(Enum):
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One instantiation of a `__global__` template.
+    """One instantiation of a `__global__` template, or a plain `__global__` function.
 
     header        file in kernels/cuda that declares the template, "encode.cuh"
     function      qualified name of the template, "exl3::encode_pass"
-    template      its arguments: numbers, booleans, or C++ text ("exl3::kMcg")
+    template      its arguments: numbers, booleans, or C++ text ("exl3::kMcg"); empty for a function
     parameters    types of the kernel's parameters, in order; checked when it is loaded
     arches        architectures it exists on ("sm_90a"), None for all
     spill_budget  bytes of register spills (stores and loads) a compile may have; a test
@@ -51,6 +51,8 @@ class KernelSpec:
     @property
     def expression(self) -> str:
         """The C++ expression that names the instantiation."""
+        if not self.template:
+            return self.function
         return f"{self.function}<{', '.join(_cxx(value) for value in self.template)}>"
 
     def is_for(self, arch: str) -> bool:

@@ -85,8 +85,10 @@ class CudaEncoder:
         self._scratch = torch.empty(scratch, dtype=torch.float16, device=device)
         self._refused = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def __call__(self, tiles: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tiles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """States int32 (n, 256) for float32 (n, 256), stream order, the codebook's scale.
+
+        out: where to put them, contiguous.
 
         Does not wait for the GPU; whether a target was not finite in fp16 is `check`'s to say.
         """
@@ -100,7 +102,7 @@ class CudaEncoder:
                 f"tiles: expected a tensor on {self._values.device}, got {tiles.device}"
             )
         given = tiles.contiguous()
-        states = torch.empty(given.shape, dtype=torch.int32, device=given.device)
+        states = torch.empty_like(given, dtype=torch.int32) if out is None else out
         if len(given):
             self._kernel.launch(
                 min(len(given), self._blocks),

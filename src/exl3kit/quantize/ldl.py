@@ -79,7 +79,8 @@ def feedback_factor(hessian: torch.Tensor) -> torch.Tensor:
 def _without_diagonal_blocks(lower: torch.Tensor) -> torch.Tensor:
     """L * blockdiag(L_ii)^-1 with the (identity) diagonal blocks cleared."""
     size = len(lower)
-    blocks = torch.stack([lower[i : i + TILE, i : i + TILE] for i in range(0, size, TILE)])
+    blocks = lower.view(size // TILE, TILE, size // TILE, TILE).diagonal(dim1=0, dim2=2)
+    blocks = blocks.permute(2, 0, 1)
     columns = lower.view(size, size // TILE, TILE).transpose(0, 1)  # (block, row, column in block)
     # columns @ block^-1, as the solution of X block = columns.
     unit = torch.linalg.solve_triangular(blocks, columns, upper=False, left=False)

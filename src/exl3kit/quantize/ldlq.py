@@ -15,6 +15,7 @@ import torch
 from exl3kit.format.codebook import codebook_values
 from exl3kit.format.spec import TILE, TILE_SIZE
 from exl3kit.format.tiles import from_tiles, to_tiles
+from exl3kit.kernels.row_block import CudaRowBlocks, RowBlocks
 from exl3kit.quantize.viterbi import Encoder, encode
 
 _SPAN = 8 * TILE
@@ -35,45 +36,33 @@ def ldlq(
               with the output of another quantiser this compares block by block without drift
     """
     count, k, n = inner.shape
+    is_cuda = inner.device.type == "cuda"
+    blocks = (CudaRowBlocks if is_cuda else RowBlocks)(n, codebook, inner.device)
     encoder = Encoder(bits, codebook, inner.device)
-    values = codebook_values(codebook, inner.device).double()
-    order, inverse = _row_orders(n, inner.device)
+    inner = inner.contiguous()
     errors = torch.zeros_like(inner) if feedback is None else inner - feedback
-    states = torch.empty(count, k // TILE, n // TILE * TILE_SIZE, dtype=torch.int32)
-    states = states.to(inner.device)
+    shape = k // TILE, count * (n // TILE), TILE_SIZE
+    states = torch.empty(shape, dtype=torch.int32, device=inner.device)
     for end in range(k, 0, -_SPAN):
-        span = max(0, end - _SPAN)
-        base = _fed_back(inner, lower, errors, slice(span, end), slice(end, k))
-        for begin in range(end - TILE, span - 1, -TILE):
-            rows, below = slice(begin, begin + TILE), slice(begin + TILE, end)
-            within = slice(begin - span, begin - span + TILE)
-            target = base[:, within] + lower[:, below, rows].mT @ errors[:, below]
-            tiles = target.reshape(count, -1)[:, order].float()
-            chosen = encoder(tiles.view(-1, TILE_SIZE)).view(count, -1)
-            states[:, begin // TILE] = chosen
+        begin = max(0, end - _SPAN)
+        base = _fed_back(inner[:, begin:end], lower, errors, begin, end)
+        for row in range(end - TILE, begin - 1, -TILE):
+            own = base[:, row - begin : row - begin + TILE]
+            target = _fed_back(own, lower, errors[:, :end], row, row + TILE)
+            chosen = states[row // TILE]
+            encoder.encode_into(blocks.tiles(target), chosen)
             if feedback is None:
-                decoded = values.index_select(0, chosen.view(-1)).view(count, -1)
-                torch.sub(
-                    inner[:, rows],
-                    decoded[:, inverse].view(count, TILE, n),
-                    out=errors[:, rows],
-                )
+                blocks.take_errors(chosen, inner, errors, row)
     encoder.check()
-    return states.view(count, k // TILE, n // TILE, TILE_SIZE)
+    return states.view(k // TILE, count, n // TILE, TILE_SIZE).transpose(0, 1)
 
 
 def _fed_back(
-    inner: torch.Tensor, lower: torch.Tensor, errors: torch.Tensor, rows: slice, below: slice
+    rows: torch.Tensor, lower: torch.Tensor, errors: torch.Tensor, begin: int, end: int
 ) -> torch.Tensor:
-    """inner + L[below, rows]' errors[below], (b, rows, n)."""
-    return torch.baddbmm(inner[:, rows], lower[:, below, rows].mT, errors[:, below])
-
-
-def _row_orders(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat places in a (16, n) row block of the n/16 tiles in stream order, and the inverse."""
-    places = torch.arange(TILE * n, device=device).view(TILE, n)
-    order = to_tiles(places).reshape(-1)
-    return order, order.argsort()
+    """rows + L[end:, begin:end]' errors[end:] for rows = begin..end of b matrices."""
+    factor = lower[:, end : errors.shape[1], begin:end]
+    return torch.baddbmm(rows, factor.mT, errors[:, end:])
 
 
 def encode_matrix(matrix: torch.Tensor, bits: int | float, codebook: str) -> torch.Tensor:

@@ -48,5 +48,10 @@ def _column_factors(q: torch.Tensor, h: torch.Tensor, hw: torch.Tensor) -> torch
 def _row_factors(q: torch.Tensor, h: torch.Tensor, hw: torch.Tensor) -> torch.Tensor:
     system = (q @ q.T) * h
     system.diagonal().add_(_RIDGE * system.diagonal().mean())
-    solution, _ = torch.linalg.solve_ex(system, (q * hw).sum(dim=1))
-    return _usable(solution)
+    right = (q * hw).sum(dim=1)
+    # Positive semi-definite (a product of two such matrices element by element) plus the ridge:
+    # Cholesky, at a quarter of the time of LU. LU where rounding made it indefinite.
+    lower, info = torch.linalg.cholesky_ex(system)
+    if int(info) == 0:
+        return _usable(torch.cholesky_solve(right.unsqueeze(1), lower).squeeze(1))
+    return _usable(torch.linalg.solve_ex(system, right)[0])

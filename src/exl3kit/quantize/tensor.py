@@ -33,12 +33,19 @@ _LOWEST_CHANNEL_SCALE = 1e-3  # of the mean, in the feedback's Hessian
 
 
 @dataclass(frozen=True)
+class _Hessian:
+    """float64 (k, k) of the padded size, mean diagonal 1."""
+
+    plain: torch.Tensor
+    damped: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """One matrix ready to encode; sizes are the padded ones."""
 
     weight: torch.Tensor  # float64 (k, n)
-    hessian: torch.Tensor | None  # float64 (k, k), mean diagonal 1, undamped; None = fallback
-    damped: torch.Tensor | None
+    hessian: _Hessian | None  # None = fallback
     regular: Regularized  # inner already times scale, su already over it
     scale: float
     lower: torch.Tensor | None  # feedback factor (k, k)
@@ -108,9 +115,10 @@ def quantize_tensors(
     k, n = weights[0].shape
     chosen = [make_signs(k, n, seed) for seed in seeds] if signs is None else signs
     fixed = [None] * len(weights) if scales is None else scales
+    conditioned = {key: _condition(h, sigma_reg) for key, h in _distinct(hessians).items()}
     prepared = [
-        _prepare(weight, hessian, own, rate, name, scale, sigma_reg, scaled_hessian)
-        for weight, hessian, own, scale in zip(weights, hessians, chosen, fixed, strict=True)
+        _prepare(weight, conditioned.get(id(h)), own, rate, name, scale, scaled_hessian)
+        for weight, h, own, scale in zip(weights, hessians, chosen, fixed, strict=True)
     ]
     states = _encode_all(prepared, rate, name)
     return [_finish(p, s, rate, name) for p, s in zip(prepared, states, strict=True)]
@@ -130,7 +138,10 @@ def _check_call(
     for what, given in one_each.items():
         if given is not None and len(given) != len(weights):
             raise FormatError(f"{what}: expected {len(weights)}, one a weight, got {len(given)}")
-    for weight, hessian in zip(weights, hessians, strict=True):
+    for hessian in _distinct(hessians).values():
+        _check_device(hessian, weights[0].device, "hessians")
+        ldl.check_hessian(hessian, weights[0].shape[0])
+    for weight in weights:
         _check_device(weight, weights[0].device, "weights")
         check_weight(weight)
         if weight.shape != weights[0].shape:
@@ -138,9 +149,6 @@ def _check_call(
                 f"weights: expected equal shapes, got {tuple(weights[0].shape)} "
                 f"and {tuple(weight.shape)}"
             )
-        if hessian is not None:
-            _check_device(hessian, weights[0].device, "hessians")
-            ldl.check_hessian(hessian, weight.shape[0])
     for scale in scales or ():
         if not 0 < scale < float("inf"):
             raise FormatError(f"scale: expected a positive finite number, got {scale}")
@@ -156,14 +164,26 @@ def _check_device(tensor: torch.Tensor, device: torch.device, name: str) -> None
         )
 
 
+def _distinct(hessians: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """Each Hessian once, by identity: slices of one matrix share theirs."""
+    return {id(hessian): hessian for hessian in hessians if hessian is not None}
+
+
+def _condition(hessian: torch.Tensor, sigma_reg: float) -> _Hessian | None:
+    """Padded, scaled and damped; None where it says nothing."""
+    if ldl.is_dead(hessian):
+        return None
+    plain = ldl.normalized(pad_matrix(hessian))
+    return _Hessian(plain, ldl.damped(plain, sigma_reg))
+
+
 def _prepare(
     weight: torch.Tensor,
-    hessian: torch.Tensor | None,
+    hessian: _Hessian | None,
     signs: Signs,
     bits: int | float,
     codebook: Codebook,
     scale: float | None,
-    sigma_reg: float,
     scaled_hessian: bool,
 ) -> _Prepared:
     padded = pad_matrix(weight.double())
@@ -171,13 +191,11 @@ def _prepare(
     regular = regularize(padded, (own_signs[0], own_signs[1]))
     g = best_scale(sample_tiles(regular.inner), bits, codebook) if scale is None else float(scale)
     scaled = Regularized(regular.inner * g, regular.su / g, regular.sv)
-    if hessian is None or ldl.is_dead(hessian):
-        return _Prepared(padded, None, None, scaled, g, None)
-    h = ldl.normalized(pad_matrix(hessian))
-    damped = ldl.damped(h, sigma_reg)
+    if hessian is None:
+        return _Prepared(padded, None, scaled, g, None)
     channels = _feedback_scales(scaled.su, scaled_hessian)
-    lower = ldl.feedback_factor(ldl.rotated(damped, channels))
-    return _Prepared(padded, h, damped, scaled, g, lower)
+    lower = ldl.feedback_factor(ldl.rotated(hessian.damped, channels))
+    return _Prepared(padded, hessian, scaled, g, lower)
 
 
 def _encode_all(
@@ -215,14 +233,15 @@ def _finish(
 ) -> tuple[Exl3Tensor, TensorStats]:
     inner = decode_matrix(states, codebook)
     suh, svh = prepared.regular.su, prepared.regular.sv
-    if prepared.damped is not None:
+    hessian = prepared.hessian
+    if hessian is not None:
         quantized = rotate_back(inner, suh, svh, torch.float64)
-        suh, svh = refit(prepared.weight, quantized, prepared.damped, suh, svh)
+        suh, svh = refit(prepared.weight, quantized, hessian.damped, suh, svh)
     suh, svh = _to_half(suh, svh)
     tensor = _assemble(pack(states, bits).cpu(), suh.cpu(), svh.cpu(), codebook)
     dense = rotate_back(inner, suh, svh, torch.float64)
-    error = proxy_error(prepared.weight, dense, prepared.hessian)
-    return tensor, TensorStats(error, prepared.scale, fallback=prepared.damped is None)
+    error = proxy_error(prepared.weight, dense, hessian.plain if hessian is not None else None)
+    return tensor, TensorStats(error, prepared.scale, fallback=hessian is None)
 
 
 def _assemble(

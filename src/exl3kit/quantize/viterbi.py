@@ -33,17 +33,20 @@ class Encoder:
         self._bits, self._codebook = bits, codebook
         self._cuda = CudaEncoder(bits, codebook, device) if device.type == "cuda" else None
 
-    def __call__(self, tiles: torch.Tensor) -> torch.Tensor:
-        """States int32 (n, 256) for float32 tiles (n, 256), stream order, the codebook's scale.
+    def encode_into(self, tiles: torch.Tensor, out: torch.Tensor) -> None:
+        """States of float32 tiles (n, 256), in stream order and the codebook's scale, into `out`.
+
+        out: int32 (n, 256), contiguous.
 
         On a CUDA device without waiting for it, and values that fp16 cannot hold are `check`'s to
         refuse. Without a compiler (`cpu_library` warns once) the CPU takes half a second a tile.
         """
         if self._cuda is not None:
-            return self._cuda(tiles)
-        if cpu_library() is None:
-            return reference_encode(tiles, self._bits, self._codebook)
-        return encode_tiles(tiles, self._bits, self._codebook)
+            self._cuda(tiles, out)
+        elif cpu_library() is None:
+            out[:] = reference_encode(tiles, self._bits, self._codebook)
+        else:
+            out[:] = encode_tiles(tiles, self._bits, self._codebook)
 
     def check(self) -> None:
         """FormatError if any target so far was not finite in fp16."""
@@ -54,7 +57,8 @@ class Encoder:
 def encode(tiles: torch.Tensor, bits: int | float, codebook: str) -> torch.Tensor:
     """`Encoder` for one call, checked."""
     encoder = Encoder(bits, codebook, tiles.device)
-    states = encoder(tiles)
+    states = torch.empty_like(tiles, dtype=torch.int32)
+    encoder.encode_into(tiles, states)
     encoder.check()
     return states
 

@@ -63,17 +63,26 @@ struct TileEncoder {
                 word[0] = *reinterpret_cast<const uint16_t*>(from);
             }
         }
-        // The cost of one node, twice.
+        // The cost of one node, twice. As an operand modifier (the first form) this is free, but only
+        // one of the two pipes that take half2 instructions has the modifier. A permute lets the
+        // compiler spread them over both; with four costs a load it would fill the integer pipe.
         EXL3_DEVICE __half2 twice(int index) const {
-            const __half2 pair = as_half2(word[index >> 1]);
-            return index & 1 ? __high2half2(pair) : __low2half2(pair);
+            if constexpr (kBits == 2) {
+                const __half2 pair = as_half2(word[index >> 1]);
+                return index & 1 ? __high2half2(pair) : __low2half2(pair);
+            }
+            uint32_t both;
+            asm("prmt.b32 %0, %1, 0, %2;"
+                : "=r"(both)
+                : "r"(word[index >> 1]), "r"(index & 1 ? 0x3232 : 0x1010));
+            return as_half2(both);
         }
     };
 
     __half2 value[1 << kTop][kPairs];  // of the thread's states, [top][low / 2]
     uint32_t middle;
     __half* rows;        // shared: two rows of kRowNodes costs
-    const __half* x;     // shared: the tile's targets
+    const __half2* x;    // shared: the tile's targets, each twice
     __half* kept;        // global: this block's kept rows
 
     EXL3_DEVICE void load_values(const __half* values) {
@@ -89,14 +98,13 @@ struct TileEncoder {
 
     // Position kParity (mod 2): costs of all nodes one step on. `keep` is null or takes the row.
     template <int kParity>
-    EXL3_DEVICE void advance(const __half* before, __half* after, __half target,
+    EXL3_DEVICE void advance(const __half* before, __half* after, __half2 target,
                              __half* keep) const {
         constexpr int D = Rate::fresh(kParity), Dnext = Rate::fresh(kParity + 1);
         constexpr int kOwnHeadBits = Dnext < kTop ? Dnext : kTop;
         constexpr int kRestBits = kTop - kOwnHeadBits;  // top bits that belong to the node
         constexpr int kCostBits = D < kLow ? kLow - D : 0;
         const uint32_t first = D < kLow ? middle << (kLow - D) : middle >> (D - kLow);
-        const __half2 x2 = __half2half2(target);
 #pragma unroll
         for (int rest = 0; rest < 1 << kRestBits; ++rest) {
             __half2 best[kPairs];
@@ -108,8 +116,8 @@ struct TileEncoder {
 #pragma unroll
                 for (int pair = 0; pair < kPairs; ++pair) {
                     const int index = (2 * pair) >> D;
-                    const __half2 d0 = __hsub2(value[top0][pair], x2);
-                    const __half2 d1 = __hsub2(value[top1][pair], x2);
+                    const __half2 d0 = __hsub2(value[top0][pair], target);
+                    const __half2 d1 = __hsub2(value[top1][pair], target);
                     const __half2 c0 = __hfma2(d0, d0, costs0.twice(index));
                     const __half2 c1 = __hfma2(d1, d1, costs1.twice(index));
                     best[pair] = head == 0 ? min_cost(c0, c1) : min_cost(best[pair], c0, c1);
@@ -201,7 +209,7 @@ __global__ void __launch_bounds__(kEncodeThreads, 1)
                  const __half* __restrict__ values, __half* scratch, int32_t* refused) {
     using Rate = EncodeRate<kHalfUnits>;
     extern __shared__ __align__(16) uint8_t dynamic[];
-    __shared__ __half x[kPositions];
+    __shared__ __half2 x[kPositions];
     __shared__ uint16_t path[kPositions];
     __shared__ uint32_t warp_best[kEncodeThreads / 32], tail;
 
@@ -217,7 +225,7 @@ __global__ void __launch_bounds__(kEncodeThreads, 1)
         if (threadIdx.x < kPositions) {
             const float target = tiles[int64_t(tile) * kPositions + threadIdx.x];
             if (!(fabsf(target) <= 65504.0f)) *refused = 1;
-            x[threadIdx.x] = __float2half_rn(target);
+            x[threadIdx.x] = __half2half2(__float2half_rn(target));
         }
         encoder.enter_free();
         __syncthreads();

@@ -34,7 +34,7 @@ struct Trace {
     static_assert(kOwnBits <= (kHalfUnits + 1) / 2, "a lane's candidates differ in the last head only");
 
     const __half* values;  // global, [state]
-    const __half* x;       // shared, [position]
+    const __half2* x;      // shared, [position], each twice
     const __half* kept;    // global rows of costs
 
     // Cost and head of one way to a node, given the cost of its predecessor.
@@ -69,7 +69,7 @@ struct Trace {
         __half target[kLevels + 1];
 #pragma unroll
         for (int s = 1; s <= kLevels; ++s) {
-            target[s] = x[(position - s) & (kPositions - 1)];
+            target[s] = __low2half(x[(position - s) & (kPositions - 1)]);
             head[s] = digits >> bits_from(s + 1) & ((1u << head_bits(s)) - 1);
             state[s] = head[s] << (16 - head_bits(s)) | at;
             at = state[s] >> Rate::fresh(s);
