@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -69,7 +69,7 @@ def random_exl3(
 def make_rank_sliced(
     source: Path,
     out: Path,
-    bits: int | Sequence[int],
+    bits: int | Sequence[int] | Mapping[int, Sequence[int]],
     tp: int,
     moe_layers: tuple[int, int],
     encode: Encode | None = None,
@@ -78,15 +78,19 @@ def make_rank_sliced(
 ) -> Path:
     """Write `source`, a plain checkpoint, with the routed experts of `moe_layers` as EXL3 slices.
 
-    `bits` is one rate, or one an expert, the same in every layer. `moe_layers` is (first, last),
-    both included. `encode(weight (in, out) fp32, name)` makes each slice from its part of the
-    weight; without it slices are random, seeded by their names. Everything else is copied.
+    `bits` is one rate, or one an expert, the same in every layer, or by layer one an expert.
+    `moe_layers` is (first, last), both included. `encode(weight (in, out) fp32, name)` makes each
+    slice from its part of the weight; without it slices are random, seeded by their names.
+    Everything else is copied.
     """
     plain = open_checkpoint(source)
     model = model_map(plain.config)
-    rates = (bits,) * model.num_experts if isinstance(bits, int) else tuple(bits)
     layers = range(moe_layers[0], moe_layers[1] + 1)
-    manifest = make_manifest(tp, dict.fromkeys(layers, rates), rotation_layout=rotation_layout)
+    if not isinstance(bits, Mapping):
+        rates = (bits,) * model.num_experts if isinstance(bits, int) else tuple(bits)
+        bits = dict.fromkeys(layers, rates)
+    layer_bits = {layer: tuple(rates) for layer, rates in bits.items()}
+    manifest = make_manifest(tp, layer_bits, rotation_layout=rotation_layout)
     experts = [
         (layer, expert, spec)
         for layer in layers
@@ -104,8 +108,9 @@ def make_rank_sliced(
         writer.copy_side_files(source)
         if table := manifest.map_file():
             writer.write_json(*table)
-        quantization = {"quant_method": "exl3", "bits": bits if isinstance(bits, int) else "mixed"}
-        config = {BLOCK_KEY: manifest.to_config(), "quantization_config": quantization}
+        block = manifest.to_config()
+        quantization = {"quant_method": "exl3", "bits": block["bits"]}
+        config = {BLOCK_KEY: block, "quantization_config": quantization}
         return writer.finish({**plain.config, **config})
 
 

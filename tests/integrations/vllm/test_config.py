@@ -240,6 +240,11 @@ def test_only_the_targets_head_is_quantised() -> None:
     assert config.get_quant_method(layer, "model.layers.3.head") is None
 
 
+def test_a_head_that_is_not_stored_is_left_to_vllm(facts: CheckpointFacts) -> None:
+    """vLLM's own method knows how to tie it to the embedding."""
+    assert hydrated(facts).get_quant_method(empty(compat.ParallelLMHead), "lm_head") is None
+
+
 def test_whole_experts_are_found_by_their_tensors(plain: Path, tmp_path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for expert in range(2):
