@@ -23,7 +23,7 @@ from exl3kit.models.registry import model_map
 from exl3kit.slicing.apply import cut_exl3
 from exl3kit.slicing.axes import rank_range
 from exl3kit.slicing.job import slice_checkpoint
-from exl3kit.slicing.plan import SliceOptions
+from exl3kit.slicing.plan import SliceOptions, plan_slice
 from exl3kit.slicing.prove import source_faults
 from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary
 from exl3kit.testing.compare import assert_bitwise_equal
@@ -228,7 +228,7 @@ import os, signal, sys
 import exl3kit.checkpoint.stream as stream
 import exl3kit.checkpoint.writer as writer
 from exl3kit.slicing.job import slice_checkpoint
-from exl3kit.slicing.plan import SliceOptions
+from exl3kit.slicing.plan import SliceOptions, plan_slice
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -281,6 +281,15 @@ def test_too_little_disk_is_seen_before_writing(
     with pytest.raises(CheckpointError, match=r"needs about \d+ bytes of disk, 1000 are free"):
         cut(ordinary, tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "shared_h"])
+def test_size_of_the_output_is_known_beforehand(
+    plain: Path, tmp_path: Path, layout: Literal["per_expert", "shared_h"]
+) -> None:
+    source = open_checkpoint(shared_source(plain, tmp_path / "whole"))
+    plan = plan_slice(source, SliceOptions(4, layout))
+    assert plan.num_bytes == sum(tensor.nbytes for tensor in plan.tensors())
 
 
 def test_progress_and_report(ordinary: Path, tmp_path: Path) -> None:

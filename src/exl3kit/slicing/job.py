@@ -53,7 +53,7 @@ def slice_checkpoint(
     read, leaves no model behind, and the next one into the same folder starts clean.
     """
     plan = plan_slice(open_checkpoint(src), options)
-    total = sum(tensor.nbytes for tensor in plan.tensors())
+    total = plan.num_bytes
     check_free_space(Path(out), total)
     done = 0
 

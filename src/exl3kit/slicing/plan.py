@@ -8,6 +8,8 @@ feed one output rank become one vector, so they must be the same bytes.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +21,7 @@ import torch
 from exl3kit._version import __version__
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.manifest import PER_EXPERT, SHARED_H, RankSlicedManifest
-from exl3kit.checkpoint.names import PROJECTIONS, RANK_SUFFIX
+from exl3kit.checkpoint.names import PROJECTIONS, RANK_SUFFIX, slice_rules
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.pieces import PlannedTensor, copy_of, joined, unpacked
 from exl3kit.checkpoint.signs import WORD_BITS, is_packed
@@ -62,6 +64,27 @@ class SlicePlan:
     def copied(self) -> list[TensorInfo]:
         """Everything but the cut experts, in the order of the source's files."""
         return self.source.other_tensors()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the output; by rates, since there may be a million tensors."""
+        manifest, width = self.manifest, self.source.width // self.manifest.tp
+        is_shared = manifest.rotation_layout == SHARED_H
+
+        def of_expert(bits: int) -> int:
+            rules = [
+                rule
+                for proj in PROJECTIONS
+                for field, rule in slice_rules(proj, bits, self.source.hidden_size, width).items()
+                if not (is_shared and field == HIDDEN_FIELDS[proj])
+            ]
+            return sum(rule.dtype.itemsize * math.prod(rule.shape) for rule in rules)
+
+        rates = Counter(bits for layer in manifest.layer_bits.values() for bits in layer)
+        of_layer = 2 * len(HIDDEN_FIELDS) * self.source.hidden_size if is_shared else 0
+        experts = sum(count * of_expert(bits) for bits, count in rates.items())
+        layers = len(manifest.moe_layers) * of_layer
+        return sum(info.nbytes for info in self.copied) + manifest.tp * (experts + layers)
 
     def tensors(self) -> Iterator[PlannedTensor]:
         """Every tensor of the output: the copied ones, then the experts layer by layer."""
