@@ -146,8 +146,8 @@ def _check_slices(checkpoint: Checkpoint, manifest: RankSlicedManifest, sizes: M
 def _check_dialect(checkpoint: Checkpoint) -> None:
     if checkpoint.dialect == R7:
         raise UnsupportedError(
-            f"{checkpoint.path}: r7_routed_experts cannot be served yet; use a rank-sliced or an "
-            "ordinary EXL3 checkpoint"
+            f"{checkpoint.path}: r7_routed_experts cannot be served; `exl3kit slice` makes a "
+            "rank-sliced checkpoint of it if gate, up and down of each expert have the same bits"
         )
     if tables := checkpoint.row_tables():
         raise UnsupportedError(
