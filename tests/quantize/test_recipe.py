@@ -43,6 +43,17 @@ def test_the_documented_example(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.up_proj" not in modules
 
 
+def test_the_example_of_the_manual(tmp_path: Path) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "quantising.md").read_text(encoding="utf-8")
+    _, _, rest = manual.partition("```toml\n")
+    example, fence, _ = rest.partition("```")
+    assert fence
+    recipe = read(tmp_path, example)
+    assert recipe.experts == 3.25 and recipe.dense == {"attention": 5, "head": 6}
+    assert [rule.bits for rule in recipe.rules] == [4, None]
+    assert len(recipe.expert_bits(MODEL)) == 4
+
+
 def test_an_empty_recipe_changes_nothing(tmp_path: Path) -> None:
     assert read(tmp_path, "") == Recipe()
     assert Recipe().module_bits(MODEL) == Recipe().expert_bits(MODEL) == {}
