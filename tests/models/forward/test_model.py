@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl3kit.models.forward import Carry, forward_model, model
+from exl3kit.models.forward import Carry, forward_model, indexer, mlp, model
 from exl3kit.models.forward.base import Routing
 
 from . import reference
@@ -26,17 +27,30 @@ def random_layer(config: Mapping[str, Any], layer: int, device: str = "cpu") -> 
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "glm_moe_dsa"])
-def test_rows_are_independent_of_the_attention_batch(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_in_pieces(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = reference.tiny(model_type, index_topk=8, index_topk_freq=2)
     tensors = reference.checkpoint_tensors(reference.reference_model(config))
     tokens, ours = reference.token_rows(5, 16), forward_model(config)
     whole = reference.our_logits(ours, tensors, tokens)
-    monkeypatch.setattr(model, "_ATTENTION_TOKENS", 32)
-    torch.testing.assert_close(
-        reference.our_logits(ours, tensors, tokens), whole, atol=1e-5, rtol=1e-5
-    )
+    for module in (indexer, mlp, model):  # 2 rows, 10 tokens and 1 token at a time
+        monkeypatch.setattr(module, "MAX_VALUES", {model: 2 * 16 * 512, mlp: 1000}.get(module, 1))
+    pieces = reference.our_logits(ours, tensors, tokens)
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_are_read_once_however_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = reference.tiny("llama")
+    layer, reads = random_layer(config, 0), Counter[str]()
+
+    class Reads(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            reads[name] += 1
+            return super().__getitem__(name)
+
+    for module in (mlp, model):
+        monkeypatch.setattr(module, "MAX_VALUES", 1)
+    forward_model(config).decoder_layer(torch.randn(3, 4, 64), Reads(layer), 0)
+    assert reads == dict.fromkeys(layer, 1)
 
 
 def test_shared_choice_of_keys_needs_the_carry_of_its_rows() -> None:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 # Layer-local name -> fp32 tensor; matrices are (out_features, in_features).
 Weights = Mapping[str, Tensor]
+# fp32 values of one intermediate at a time, 256 MiB; tokens pass in pieces so that none has more.
+MAX_VALUES = 2**26
+
 # Names of the linears that are given one input, and that input (..., in_features).
 Observe = Callable[[tuple[str, ...], Tensor], None]
 
@@ -27,8 +30,25 @@ class Carry:
     selected: Tensor | None = None
 
 
+class Kept(dict[str, Tensor]):
+    """Tensors of `source`, each of which is read and decoded once."""
+
+    def __init__(self, source: Weights) -> None:
+        super().__init__()
+        self._source = source
+
+    def __missing__(self, name: str) -> Tensor:
+        tensor = self[name] = self._source[name]
+        return tensor
+
+
 class Attention(Protocol):
     """Attention of one kind, without norm and residual."""
+
+    @property
+    def width(self) -> int:
+        """Channels of one token's queries, all heads."""
+        ...
 
     def __call__(
         self,

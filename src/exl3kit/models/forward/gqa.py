@@ -26,6 +26,11 @@ class GqaAttention:
     window: int = 0
     window_layers: frozenset[int] = frozenset()
 
+    @property
+    def width(self) -> int:
+        """Channels of one token's queries."""
+        return self.shape.num_heads * self.shape.head_dim
+
     def __call__(
         self,
         x: Tensor,

@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exl3kit.models.attention import Indexer
-from exl3kit.models.forward.base import Weights, linear
+from exl3kit.models.forward.base import MAX_VALUES, Weights, linear
 from exl3kit.models.forward.rotary import rotate
 
 _PREFIX = "self_attn.indexer"
 _EPS = 1e-6  # of the key's layer norm
-_SCORES = 2**26  # scores of all heads held at once, 256 MiB
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class KeyPicker:
         rows, length = key.shape[:2]
         causal = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
         chosen = torch.zeros(rows, length, length, dtype=torch.bool, device=key.device)
-        step = max(1, _SCORES // (self.shape.num_heads * length))
+        step = max(1, MAX_VALUES // (self.shape.num_heads * length))
         for row in range(rows):
             for start in range(0, length, step):
                 piece = slice(start, start + step)

@@ -33,6 +33,11 @@ class MlaAttention:
     interleaved: bool
     picker: KeyPicker | None = None
 
+    @property
+    def width(self) -> int:
+        """Channels of one token's queries, as wide as `_mix` makes them."""
+        return self.shape.num_heads * max(sum(self._parts), self.shape.v_head_dim)
+
     def __call__(
         self,
         x: Tensor,

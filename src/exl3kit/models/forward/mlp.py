@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exl3kit.models.forward.base import Observe, Routing, Weights, linear
+from exl3kit.models.forward.base import MAX_VALUES, Kept, Observe, Routing, Weights, linear
 
 
 def gated_activation(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -21,14 +21,16 @@ def gated_mlp(
     has_bias: bool = False,
     observe: Observe | None = None,
 ) -> Tensor:
-    """The MLP whose three projections lie under `prefix`, (..., H) -> (..., H)."""
+    """The MLP whose three projections lie under `prefix`, (T, H) -> (T, H)."""
     gate, up, down = (f"{prefix}.{name}_proj" for name in ("gate", "up", "down"))
-    if observe is not None:
-        observe((gate, up), x)
-    activation = F.silu(linear(x, weights, gate, has_bias)) * linear(x, weights, up, has_bias)
-    if observe is not None:
-        observe((down,), activation)
-    return linear(activation, weights, down, has_bias)
+    own, done = Kept(weights), []
+    for part in x.split(max(1, MAX_VALUES // len(own[f"{gate}.weight"]))):
+        activation = F.silu(linear(part, own, gate, has_bias)) * linear(part, own, up, has_bias)
+        if observe is not None:
+            observe((gate, up), part)
+            observe((down,), activation)
+        done.append(linear(activation, own, down, has_bias))
+    return done[0] if len(done) == 1 else torch.cat(done)
 
 
 def routed_experts(x: Tensor, routing: Routing, weights: Weights, num_experts: int) -> Tensor:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from exl3kit.models.decoder import DecoderMap
 from exl3kit.models.forward.base import (
+    MAX_VALUES,
     Attention,
     Carry,
+    Kept,
     Observe,
     Router,
     Routing,
@@ -20,9 +22,6 @@ from exl3kit.models.forward.base import (
     rms_norm,
 )
 from exl3kit.models.forward.mlp import gated_mlp, routed_experts
-
-# Tokens of one attention call: bounds the copies of q, k and v, which exist for all heads at once.
-_ATTENTION_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,13 @@ class ForwardModel:
         """
         carry = Carry() if carry is None else carry
         normed = rms_norm(x, weights["input_layernorm.weight"], self.eps)
-        rows = max(1, _ATTENTION_TOKENS // x.shape[1])
+        rows = max(1, MAX_VALUES // (x.shape[1] * self.attention.width))
         parts = normed.split(rows)
+        own = weights if len(parts) == 1 else Kept(weights)
         before = [None] * len(parts) if carry.selected is None else carry.selected.split(rows)
         mixed, after = zip(
             *(
-                self.attention(part, weights, layer, selected, observe)
+                self.attention(part, own, layer, selected, observe)
                 for part, selected in zip(parts, before, strict=True)
             ),
             strict=True,
@@ -108,11 +108,11 @@ class ForwardModel:
         return routed_experts(x, routing, weights, self.num_experts)
 
     def shared_experts(self, x: Tensor, weights: Weights, observe: Observe | None = None) -> Tensor:
-        """The shared experts, (..., H) -> (..., H); only where `has_shared_experts`."""
+        """The shared experts, (T, H) -> (T, H); only where `has_shared_experts`."""
         return gated_mlp(x, weights, "mlp.shared_experts", observe=observe)
 
     def dense_mlp(self, x: Tensor, weights: Weights, observe: Observe | None = None) -> Tensor:
-        """The MLP of a layer without routed experts, (..., H) -> (..., H)."""
+        """The MLP of a layer without routed experts, (T, H) -> (T, H)."""
         return gated_mlp(x, weights, "mlp", self.shapes.has_mlp_bias, observe)
 
     def mlp_block(
