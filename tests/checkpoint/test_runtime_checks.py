@@ -31,6 +31,15 @@ def test_matching_layouts_pass() -> None:
     check_runtime(MANIFEST, replace(LAYOUT, tp_size=1, moe_tp_size=1))
 
 
+def test_width_that_files_round_up() -> None:
+    """R15 is about what is stored: 320 as 384, which three ranks part at multiples of 128."""
+    for tp in (1, 3):
+        sizes = {"tp_size": tp, "moe_tp_size": tp, "intermediate_size": 320}
+        check_runtime(make_manifest(tp, {1: (3,) * 8}), replace(LAYOUT, **sizes))
+    with pytest.raises(ValueError, match=r"320, padded to 384 / tp 2 = 192 .* work: 1, 3"):
+        check_runtime(MANIFEST, replace(LAYOUT, intermediate_size=320))
+
+
 def test_ranks_of_the_file_that_a_rank_of_the_engine_holds() -> None:
     four = make_manifest(4, {1: (3,)})
     assert [owned_ranks(four, 2, rank) for rank in range(2)] == [range(2), range(2, 4)]
