@@ -38,7 +38,7 @@ def test_experts_that_a_rule_names_are_outside_the_mean() -> None:
 
 def test_without_weights_both_rates_are_there_to_be_checked() -> None:
     plan = plan_bits(Recipe(), MODEL, LAYERS, 3.25, "mcg")
-    assert plan.experts == {1: (3, 4, 4, 4), 2: (4, 4, 4, 4), 3: (3, 3, 3, 3)}
+    assert plan.experts == {1: (4, 3, 3, 3), 2: (3, 3, 3, 3), 3: (3, 3, 3, 3)}
 
 
 def test_a_layer_is_kept_whole_or_not_at_all() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.checkpoint.verify import verify_checkpoint
+from exl3kit.errors import CheckpointError
 from exl3kit.models.forward import forward_model
 from exl3kit.models.registry import model_map
 from exl3kit.quantize.allocate import allocate
@@ -17,6 +19,7 @@ from exl3kit.quantize.job import quantize_checkpoint
 from exl3kit.quantize.preflight import QuantizeOptions
 from exl3kit.quantize.recipe import Rule
 from exl3kit.quantize.sensitivity import measure_experts
+from exl3kit.quantize.store import Step
 from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
 from tests.quantize import quick
 
@@ -74,6 +77,27 @@ def test_a_mean_is_shared_out_by_measured_weights(source: Path, tmp_path: Path) 
             str(layer): [weights[layer, expert] for expert in range(4)] for layer in (1, 2)
         },
     }
+
+
+def test_a_resumed_job_keeps_its_plan(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = QuantizeOptions(bits=2.5, tp=1, rows=4, cols=64)
+
+    class Stopped(Exception): ...
+
+    def stop(step: Step) -> None:
+        if step.done == 5:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        quantize_checkpoint(source, tmp_path / "out", options, progress=stop)
+    with pytest.raises(CheckpointError, match=r"mean_bits: begun with 2\.5, now 2\.75"):
+        quantize_checkpoint(source, tmp_path / "out", replace(options, bits=2.75))
+    with monkeypatch.context() as patch:
+        patch.setattr("exl3kit.quantize.job.measure_experts", None)
+        resumed = quantize_checkpoint(source, tmp_path / "out", options)
+    assert resumed == quantize_checkpoint(source, tmp_path / "whole", options)
 
 
 def test_groups_and_rules_in_an_ordinary_file(source: Path, tmp_path: Path) -> None:

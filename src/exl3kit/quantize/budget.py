@@ -27,7 +27,7 @@ def plan_bits(
 
     Experts that a rule names have the rule's bits and are outside the mean; so are those of
     next-token layers, which have the rate below it. `weights` are the other experts' (see
-    `sensitivity`); without them the first has the rate below and the others that above: a plan to
+    `sensitivity`); without them the first has the rate above and the others that below: a plan to
     check a job by. FormatError for `bits` beyond the codebook's rates, RecipeError for a rule that
     keeps some experts of a layer.
     """
@@ -39,7 +39,7 @@ def plan_bits(
     if weights is not None:
         chosen |= allocate({expert: weights[expert] for expert in counted}, bits, codebook)
     else:
-        chosen |= dict.fromkeys(counted[1:], rates[-1])
+        chosen |= dict.fromkeys(counted[:1], rates[-1])
     experts = {}
     for layer in layers:
         known = [k for e in range(model.num_experts) if (k := chosen[layer, e]) is not None]

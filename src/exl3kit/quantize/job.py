@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from exl3kit._version import __version__
 from exl3kit.checkpoint.open import open_checkpoint
@@ -62,10 +63,6 @@ def quantize_checkpoint(
     texts = calibration_rows(
         checkpoint.path, vocab_size, calibration, *size, options.seed, text_field
     )
-    if plan.needs_weights:
-        layers = [x for x in plan.contents.bits.experts if x < plan.forward.num_hidden_layers]
-        weights = measure_experts(checkpoint, plan.forward, texts.rows, layers)
-        plan = plan_job(checkpoint, options, weights)
     check_disk(out, plan)
     with claimed(out, _identity(plan, texts)) as work, Journal(out / LOG_NAME) as journal:
         state = State.read(work)
@@ -73,6 +70,9 @@ def quantize_checkpoint(
             check_finite(checkpoint)
             state.is_checked = True
             state.write()
+        if plan.needs_weights:
+            plan = _weighed(plan, texts.rows, state)
+            check_disk(out, plan)
         Stages(plan, texts.rows, out, state, journal, progress).run()
         checkpoint.check_unchanged()
         report = make_report(plan, journal, texts)
@@ -81,6 +81,19 @@ def quantize_checkpoint(
         publish(out, shards, output_files(plan, report), output_config(plan, report))
         remove_work(work)
     return report
+
+
+def _weighed(plan: JobPlan, rows: Tensor, state: State) -> JobPlan:
+    """The plan with its mean bits shared out, by what the job's first run found of the experts.
+
+    Sums that differ in their last bits, as on another number of threads, must not change the plan.
+    """
+    checkpoint = plan.contents.checkpoint
+    if state.expert_weights is None:
+        layers = [x for x in plan.contents.bits.experts if x < plan.forward.num_hidden_layers]
+        state.expert_weights = measure_experts(checkpoint, plan.forward, rows, layers)
+        state.write()
+    return plan_job(checkpoint, plan.options, state.expert_weights)
 
 
 def _identity(plan: JobPlan, texts: Calibration) -> dict[str, Any]:
@@ -108,6 +121,7 @@ def _identity(plan: JobPlan, texts: Calibration) -> dict[str, Any]:
             "size": list(texts.rows.shape),
             "sha256": hashlib.sha256(texts.rows.numpy().tobytes()).hexdigest(),
         },
+        "mean_bits": options.bits if plan.needs_weights else None,
         "bits": {"experts": dict(bits.experts), "modules": dict(bits.modules)},
         "source": source,
     }

@@ -25,6 +25,7 @@ from exl3kit.checkpoint.atomic import disk_errors, write_file
 from exl3kit.checkpoint.jsonfile import read_json_object
 from exl3kit.checkpoint.keys import show
 from exl3kit.errors import CheckpointError
+from exl3kit.quantize.allocate import Expert
 
 WORK_NAME = ".exl3kit-job"
 _JOB, _LOCK, _STATE = "job.json", "lock", "state.json"
@@ -59,7 +60,8 @@ class State:
 
     `is_checked`: the source's values are known to be finite. `stages` are complete, from the first
     on; `digests` has the SHA-256 of each complete shard by its layer, None for the one outside the
-    layers; `hidden` names the file with the hidden states after the last complete stage.
+    layers; `hidden` names the file with the hidden states after the last complete stage;
+    `expert_weights` are what mean bits are shared out by, once they have been measured.
     """
 
     work: Path
@@ -67,6 +69,7 @@ class State:
     stages: int = 0
     hidden: str | None = None
     digests: dict[int | None, str] = field(default_factory=dict)
+    expert_weights: dict[Expert, float] | None = None
 
     @classmethod
     def read(cls, work: Path) -> State:
@@ -76,12 +79,17 @@ class State:
             return cls(work)
         stored = read_json_object(path)
         stored["digests"] = {layer: digest for layer, digest in stored["digests"]}
+        if (weights := stored["expert_weights"]) is not None:
+            stored["expert_weights"] = {(layer, expert): w for layer, expert, w in weights}
         return cls(work, **stored)
 
     def write(self) -> None:
         """Replace state.json, then remove hidden states that it no longer names."""
         fields = {name: value for name, value in vars(self).items() if name != "work"}
-        data = json.dumps({**fields, "digests": list(self.digests.items())}).encode()
+        fields["digests"] = list(self.digests.items())
+        if self.expert_weights is not None:
+            fields["expert_weights"] = [[*place, w] for place, w in self.expert_weights.items()]
+        data = json.dumps(fields).encode()
         with disk_errors(self.work):
             write_file(self.work / _STATE, data)
             for file in self.work.glob("hidden-*"):
