@@ -11,6 +11,7 @@ from exl3kit.format.trellis import pack
 from exl3kit.kernels.encode import encode_tiles
 from exl3kit.kernels.encode_cuda import CudaEncoder
 from exl3kit.quantize.ldlq import ldlq
+from exl3kit.quantize.scale import search_scale
 from exl3kit.quantize.tensor import quantize_tensor, quantize_tensors
 from exl3kit.quantize.viterbi import encode
 from tests import golden
@@ -140,6 +141,12 @@ def test_several_matrices_are_each_as_alone(device: torch.device) -> None:
         assert stats.proxy_error == pytest.approx(alone_stats.proxy_error, rel=0.03)
         assert stats.fallback == (i == 2) == alone_stats.fallback
         assert (tensor.trellis == alone.trellis).all(dim=-1).float().mean() > 0.9
+
+
+def test_scale_of_a_pool(device: torch.device) -> None:
+    weights = [cases.random_case(128, 256, seed)[0] for seed in range(3)]
+    on_gpu = search_scale([weight.to(device) for weight in weights], 3, "mcg")
+    assert on_gpu == pytest.approx(search_scale(weights, 3, "mcg"), abs=1e-6)
 
 
 def test_mixed_devices_are_refused(device: torch.device) -> None:

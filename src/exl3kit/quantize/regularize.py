@@ -90,19 +90,22 @@ def _rms(matrix: torch.Tensor, dim: int) -> torch.Tensor:
 def regularize(weight: torch.Tensor, signs: Signs) -> Regularized:
     """Regularise (k, n) of any float dtype, sides multiples of 128, with signs of (k,) and (n,).
 
+    On the device of `weight`, wherever the signs are.
+
     All-zero columns and rows get a scale of exactly 0: they decode to exact zeros.
     """
     w = weight.double()
+    in_signs, out_signs = (side.to(w.device) for side in signs)
     column_rms = _rms(w, 0)
     is_zero_column = column_rms < _TINY
     mean = column_rms.mean()
     relative = column_rms / torch.where(mean > 0, mean, 1.0)
-    sv = signs[1] * torch.where(is_zero_column, 0.1, relative) + _NUDGE
+    sv = out_signs * torch.where(is_zero_column, 0.1, relative) + _NUDGE
     rotated = hadamard(w / sv, dim=1)
 
     row_rms = _rms(rotated, 1)
     is_zero_row = row_rms < _TINY
     magnitude = torch.where(is_zero_row, 0.1, row_rms)
-    su = signs[0] * magnitude / -GAUSS_SCALE + _NUDGE
+    su = in_signs * magnitude / -GAUSS_SCALE + _NUDGE
     inner = hadamard(rotated / su.unsqueeze(1), dim=0)
     return Regularized(inner, su.masked_fill(is_zero_row, 0), sv.masked_fill(is_zero_column, 0))

@@ -187,8 +187,7 @@ def _prepare(
     scaled_hessian: bool,
 ) -> _Prepared:
     padded = pad_matrix(weight.double())
-    own_signs = [side.to(padded.device) for side in check_signs(signs, *weight.shape)]
-    regular = regularize(padded, (own_signs[0], own_signs[1]))
+    regular = regularize(padded, check_signs(signs, *weight.shape))
     g = best_scale(sample_tiles(regular.inner), bits, codebook) if scale is None else float(scale)
     scaled = Regularized(regular.inner * g, regular.su / g, regular.sv)
     if hessian is None:
