@@ -29,7 +29,8 @@ from exl3kit.evaluate.compare import compare_states
 from exl3kit.evaluate.states import FinalStates, final_states, text_windows
 from exl3kit.models.forward import Carry, forward_model
 from exl3kit.models.module_weights import ModuleWeights
-from exl3kit.quantize.allocate import Bits, Expert, allocate
+from exl3kit.quantize.allocate import Expert, allocate
+from exl3kit.quantize.bit_plan import Bits
 from exl3kit.quantize.calibration import calibration_rows
 from exl3kit.quantize.sensitivity import measure_experts
 

@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from exl3kit.errors import FormatError
 from exl3kit.format.spec import INTEGER_BITS, SUPPORTED_BITS, Codebook, check_codebook
+from exl3kit.quantize.bit_plan import Bits
 
-Bits = int | float
 Expert = tuple[int, int]  # layer, expert
 
 _STEPS = 2  # a bit, in the half bits that rates are counted in

@@ -12,6 +12,7 @@ from exl3kit.errors import FormatError, UnsupportedError
 from exl3kit.format.spec import check_bits
 from exl3kit.models.base import LinearSpec, ModelMap, ShardKind
 
+Bits = int | float  # a rate: whole, or with mul1 a half
 HEAD = "lm_head"
 # Linears that stay as they are: the router decides on small differences of its scores; engines hold
 # eh_proj and the indexer as plain linears and absorb kv_b_proj into the attention as a dense one.
@@ -26,8 +27,8 @@ class BitPlan:
     of `lm_head`. What is named in neither is copied as it is.
     """
 
-    experts: Mapping[int, tuple[int | float, ...]]
-    modules: Mapping[str, int | float] = field(default_factory=dict)
+    experts: Mapping[int, tuple[Bits, ...]]
+    modules: Mapping[str, Bits] = field(default_factory=dict)
 
     def check(self, model: ModelMap, dialect: str, codebook: str) -> None:
         """Raise unless a file of `dialect` ("rank-sliced" or "ordinary") can hold this plan.
@@ -67,8 +68,8 @@ class BitPlan:
 def uniform(
     model: ModelMap,
     layers: Iterable[int],
-    bits: int | float,
-    modules: Mapping[str, int | float] | None = None,
+    bits: Bits,
+    modules: Mapping[str, Bits] | None = None,
 ) -> BitPlan:
     """The same `bits` for every routed expert of `layers`."""
     return BitPlan(dict.fromkeys(layers, (bits,) * model.num_experts), dict(modules or {}))
@@ -86,7 +87,7 @@ def is_kept(name: str) -> bool:
     return _KEPT.fullmatch(name) is not None
 
 
-def _check_layer(model: ModelMap, layer: int, rates: tuple[int | float, ...]) -> None:
+def _check_layer(model: ModelMap, layer: int, rates: tuple[Bits, ...]) -> None:
     if layer not in model.moe_layers:
         raise FormatError(
             f"bit plan: layer {layer}: expected a layer with routed experts, one of "
@@ -99,7 +100,7 @@ def _check_layer(model: ModelMap, layer: int, rates: tuple[int | float, ...]) ->
         )
 
 
-def _check_rate(where: str, bits: int | float, codebook: str, is_slice: bool = False) -> None:
+def _check_rate(where: str, bits: Bits, codebook: str, is_slice: bool = False) -> None:
     """FormatError unless the format has the rate, and a rank slice may have it."""
     if is_slice and (type(bits) is not int or not MIN_BITS <= bits <= MAX_BITS):
         raise FormatError(

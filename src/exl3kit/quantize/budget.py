@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from exl3kit.models.base import ModelMap
-from exl3kit.quantize.allocate import Bits, Expert, adjacent_rates, allocate
-from exl3kit.quantize.bit_plan import BitPlan
+from exl3kit.quantize.allocate import Expert, adjacent_rates, allocate
+from exl3kit.quantize.bit_plan import BitPlan, Bits
 from exl3kit.quantize.recipe import Recipe, RecipeError
 
 

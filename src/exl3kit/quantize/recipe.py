@@ -40,10 +40,9 @@ from typing import Any, Literal
 
 from exl3kit.errors import Exl3Error
 from exl3kit.models.base import ModelMap
-from exl3kit.quantize.bit_plan import HEAD, dense_linears, is_kept
+from exl3kit.quantize.bit_plan import HEAD, Bits, dense_linears, is_kept
 from exl3kit.quantize.calibration import DEFAULT_COLS, DEFAULT_ROWS
 
-Bits = int | float
 MtpMode = Literal["bf16", "trellis"]
 
 # The linears of each group of `[dense]`, without those that are always kept.
@@ -98,20 +97,22 @@ class Recipe:
         mtp: MtpMode | None = None,
         seed: int | None = None,
         dense: Mapping[str, Bits] | None = None,
-        **calibration: Any,
+        files: tuple[Path, ...] | None = None,
+        text_field: str | None = None,
+        rows: int | None = None,
+        cols: int | None = None,
+        route_all: bool | None = None,
     ) -> Recipe:
         """This recipe with what the command line says instead; None leaves the recipe's value.
 
-        `calibration` are fields of CalibrationRecipe; groups of `dense` replace one by one.
+        Groups of `dense` replace one by one.
         """
-        top = {"experts": experts, "mtp": mtp, "seed": seed}
-        given = {name: value for name, value in calibration.items() if value is not None}
-        return replace(
-            self,
-            **{name: value for name, value in top.items() if value is not None},
-            dense={**self.dense, **(dense or {})},
-            calibration=replace(self.calibration, **given),
+        top = _given(experts=experts, mtp=mtp, seed=seed)
+        texts = _given(
+            files=files, text_field=text_field, rows=rows, cols=cols, route_all=route_all
         )
+        calibration = replace(self.calibration, **texts)
+        return replace(self, **top, dense={**self.dense, **(dense or {})}, calibration=calibration)
 
     def module_bits(self, model: ModelMap) -> dict[str, Bits]:
         """Bits of every linear other than routed experts that becomes EXL3, by name.
@@ -143,6 +144,10 @@ class Recipe:
     def _group_bits(self, name: str) -> Bits | None:
         groups = (group for group in self.dense if GROUPS[group].fullmatch(name))
         return next((self.dense[group] for group in groups), None)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _experts_of(rule: Rule, model: ModelMap) -> list[tuple[int, int]]:

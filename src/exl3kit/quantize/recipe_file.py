@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
+from exl3kit.quantize.bit_plan import Bits
 from exl3kit.quantize.recipe import (
     GROUPS,
-    Bits,
     CalibrationRecipe,
     MtpMode,
     Recipe,
