@@ -58,7 +58,9 @@ class Mixer:
         self._decoded = {bits: self._decode(work / f"k{bits}-seed0") for bits in RATES}
         rows = calibration_rows(MODEL, self.model.vocab_size).rows
         moe_layers = sorted({layer for layer, _ in self.experts})
-        self.weights = measure_experts(checkpoint, self.model, rows, moe_layers)
+        self.weights = measure_experts(
+            checkpoint, self.model, rows, moe_layers, torch.device("cpu")
+        )
         self.tokens = self._count_tokens(rows[:32])
 
     def _decode(self, folder: Path) -> dict[Expert, dict[str, Tensor]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.checkpoint.verify import verify_checkpoint
@@ -55,7 +56,7 @@ def test_a_mean_is_shared_out_by_measured_weights(source: Path, tmp_path: Path) 
     plain = open_checkpoint(source)
     model = forward_model(plain.config)
     rows = calibration_rows(source, model.vocab_size, rows=8, cols=64).rows
-    weights = measure_experts(plain, model, rows, (1, 2))
+    weights = measure_experts(plain, model, rows, (1, 2), torch.device("cpu"))
     expected = allocate(weights, 2.5, "mcg")
     assert sorted(expected.values()) == [2] * 4 + [3] * 4
     expected |= {(3, expert): 2 for expert in range(4)}  # the next-token layer

@@ -91,7 +91,8 @@ def _weighed(plan: JobPlan, rows: Tensor, state: State) -> JobPlan:
     checkpoint = plan.contents.checkpoint
     if state.expert_weights is None:
         layers = [x for x in plan.contents.bits.experts if x < plan.forward.num_hidden_layers]
-        state.expert_weights = measure_experts(checkpoint, plan.forward, rows, layers)
+        device = torch.device(plan.options.device)
+        state.expert_weights = measure_experts(checkpoint, plan.forward, rows, layers, device)
         state.write()
     return plan_job(checkpoint, plan.options, state.expert_weights)
 

@@ -24,7 +24,7 @@ The last two drown in a few tokens of enormous activations, which the next norm 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,8 +33,8 @@ from torch import Tensor
 
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.models.forward import Carry, ForwardModel, Weights, gated_activation
-from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.quantize.allocate import Expert
+from exl3kit.quantize.weights import LayerWeights
 
 if TYPE_CHECKING:
     from exl3kit.checkpoint.open import Checkpoint
@@ -52,26 +52,24 @@ def measure_experts(
     model: ForwardModel,
     rows: Tensor,
     layers: Collection[int],
-    progress: Callable[[int, int], None] | None = None,
+    device: torch.device,
 ) -> dict[Expert, float]:
     """The weight of every routed expert of `layers`, from token rows (R, S) int64, or some of them.
 
-    Layers are read one at a time, on the CPU. Weights have three digits: sums differ in the last
-    bits with the number of threads, and the plan made of them must not. `progress` is given the
-    layers done and their total.
+    Layers are read one at a time, to `device`. Weights have three digits: sums differ in the last
+    bits with the number of threads, and the plan made of them should not.
     """
     tokens = rows[:: max(1, -(-rows.numel() // MAX_TOKENS))]
-    x = model.embed(tokens, ModuleWeights(checkpoint)["model.embed_tokens.weight"])
+    embedding = checkpoint.tensor("model.embed_tokens.weight")
+    x = model.embed(tokens, embedding).to(device)
     carry, found = Carry(), {}
     for layer in range(max(layers, default=-1) + 1):
-        weights = ModuleWeights(checkpoint, f"model.layers.{layer}.")
+        weights = LayerWeights(checkpoint, layer, device)
         if layer in layers:
             x, measured = _measured_layer(x, weights, model, layer, carry)
             found.update({(layer, expert): weight for expert, weight in enumerate(measured)})
         else:
             x = model.decoder_layer(x, weights, layer, carry)
-        if progress is not None:
-            progress(layer + 1, max(layers) + 1)
     return found
 
 
@@ -108,11 +106,11 @@ def add_noise(weight: Tensor, name: str) -> Tensor:
     """weight (out, in) with an error of 4 % of its energy, spread over rows and columns as EXL3's.
 
     The quantiser evens out rows and columns first, so its error at an entry goes with the RMS of
-    the entry's row times that of its column. The draw depends on `name` alone.
+    the entry's row times that of its column. The draw depends on `name` and the kind of device.
     """
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
     rows = weight.square().mean(1, keepdim=True).sqrt()
     columns = weight.square().mean(0, keepdim=True).sqrt()
     size = rows * columns
     size *= (_NOISE * weight.square().sum() / size.square().sum().clamp(min=_TINY)).sqrt()
-    return weight + size * torch.randn(weight.shape, generator=generator)
+    return weight + size * torch.randn(weight.shape, generator=generator, device=weight.device)
