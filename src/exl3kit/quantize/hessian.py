@@ -58,23 +58,23 @@ class ExpertHessians:
 
 
 class Moment:
-    """Sum of x^T x over tokens that come in pieces, (n, n) fp32 on one device."""
+    """`total` is the sum of x^T x over `tokens` that come in pieces, (n, n) fp32 on one device."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         """`width` is n."""
-        self._total = torch.zeros(width, width, device=device)
+        self.total = torch.zeros(width, width, device=device)
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
         """Take in tokens (..., n) fp32, which lie on the moment's device."""
         tokens = x.flatten(0, -2)
         for part in tokens.split(_CHUNK if x.device.type == "cpu" else max(1, len(tokens))):
-            self._total.addmm_(part.T, part)
+            self.total.addmm_(part.T, part)
         self.tokens += len(tokens)
 
     def mean(self) -> Tensor:
         """The second moment x^T x / T, (n, n); zero for no tokens."""
-        return self._total / max(1, self.tokens)
+        return self.total / max(1, self.tokens)
 
 
 class InputMoments:
@@ -103,10 +103,11 @@ class InputMoments:
         return self._moments[name].mean()
 
 
-def shrunk(routed: Moment, layer: Tensor) -> Tensor:
-    """(n routed + n0 layer) / (n + n0), (w, w) for the n tokens of `routed`."""
-    prior = _PRIOR * len(layer)
-    return (routed.tokens * routed.mean() + prior * layer) / (routed.tokens + prior)
+def shrunk(routed: Moment, layer: Moment) -> Tensor:
+    """(n routed + n0 layer) / (n + n0) of their means, (w, w), n tokens in `routed`."""
+    prior = _PRIOR * len(layer.total)
+    mixed = torch.add(routed.total, layer.total, alpha=prior / max(1, layer.tokens))
+    return mixed.div_(routed.tokens + prior)
 
 
 class LayerHessians:
@@ -146,7 +147,7 @@ class LayerHessians:
         coverage = Coverage.ROUTED if own.tokens else Coverage.LAYER
         if 0 < own.tokens < _PRIOR * max(gate.shape):
             coverage = Coverage.MOSTLY_LAYER
-        return ExpertHessians(shrunk(own, layer), shrunk(down, prior.mean()), coverage)
+        return ExpertHessians(shrunk(own, layer), shrunk(down, prior), coverage)
 
     def of_all(
         self, expert: int, gate: Tensor, up: Tensor, tokens: Iterable[Tensor]
@@ -155,12 +156,12 @@ class LayerHessians:
         down = Moment(gate.shape[0], gate.device)
         for part in tokens:
             down.add(self._activation(expert, gate, up, part))
-        return ExpertHessians(self._layer_moment(), down.mean(), Coverage.ALL)
+        return ExpertHessians(self._layer_moment().mean(), down.mean(), Coverage.ALL)
 
-    def _layer_moment(self) -> Tensor:
+    def _layer_moment(self) -> Moment:
         if self._gate_up is None:
             raise ValueError(f"{self._name}: expected the layer's tokens to be added first")
-        return self._gate_up.mean()
+        return self._gate_up
 
     def _activation(self, expert: int, gate: Tensor, up: Tensor, tokens: Tensor) -> Tensor:
         activation = gated_activation(tokens, gate, up)

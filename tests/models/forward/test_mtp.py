@@ -36,7 +36,8 @@ def test_logits_of_the_token_after_next(model_type: str) -> None:
     config = reference.tiny(model_type, num_nextn_predict_layers=1)
     model: Any = reference.reference_model(config)
     layer, tokens = mtp_layer(model), reference.token_rows(2, 25)
-    hidden = model.model(tokens).last_hidden_state[:, :-1]
+    # What transformers' own candidate generator feeds the layer.
+    hidden = model(tokens, output_hidden_states=True).hidden_states[-1][:, :-1]
     embeds = model.model.embed_tokens(tokens[:, 1:])
     first_is_zero = embeds.clone()
     first_is_zero[:, 0] = 0
