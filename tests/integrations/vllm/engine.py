@@ -32,12 +32,19 @@ MAX_GAP = 1e-3  # between the two best logits where two runs may part
 
 @dataclass(frozen=True)
 class Generation:
-    """What one engine answered, per prompt: token ids and each token's (id, logprob) top two."""
+    """What one engine answered, per prompt: text, token ids, each token's (id, logprob) top two.
 
+    The counts are of the engine's life so far; `cached` counts prompt tokens, `graphs` what dynamo
+    traced in this process, where the engine of one rank lives.
+    """
+
+    texts: list[str]
     tokens: list[list[int]]
     top: list[list[list[tuple[int, float]]]]
     drafted: int
     accepted: int
+    cached: int
+    graphs: int
 
 
 class EngineFailed(RuntimeError):
@@ -45,9 +52,15 @@ class EngineFailed(RuntimeError):
 
 
 def run_job(job: dict[str, Any], timeout: float = 400) -> list[dict[str, Any]]:
-    """Run `job` in a child process and return one result per generation it asks for."""
+    """Run `job` in a child process and return one result per generation it asks for.
+
+    Beside what `generate` takes, `engine` has arguments of vLLM's LLM and `env` variables; `swaps`
+    are files to put in before a reload and an answer each; with `regex` the prompts are answered
+    once more as they are and once in that form.
+    """
     in_process = job.get("tp", 1) == 1
-    env = {**os.environ, **CPU_ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    env = {**os.environ, **CPU_ENV, **job.get("env", {})}
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         child = subprocess.run(
@@ -92,6 +105,7 @@ def _serve(job: dict[str, Any]) -> list[dict[str, Any]]:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 512,
         "disable_log_stats": False,
+        **job.get("engine", {}),
     }
     if drafts := job.get("drafts", 0):
         options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
@@ -101,24 +115,35 @@ def _serve(job: dict[str, Any]) -> list[dict[str, Any]]:
         (Path(job["model"]) / name).write_bytes(Path(source).read_bytes())
         llm.collective_rpc("reload_weights")
         results.append(_answer(llm, job))
+    if regex := job.get("regex"):
+        results += [_answer(llm, job), _answer(llm, job, regex)]
     return results
 
 
-def _answer(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+def _answer(llm: Any, job: dict[str, Any], regex: str | None = None) -> dict[str, Any]:
+    from torch._dynamo.utils import counters as dynamo
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     params = SamplingParams(
-        temperature=0, max_tokens=job.get("max_tokens", 32), ignore_eos=True, logprobs=2
+        temperature=0,
+        max_tokens=job.get("max_tokens", 32),
+        ignore_eos=regex is None,
+        logprobs=2,
+        structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
     )
     outputs = [completion.outputs[0] for completion in llm.generate(job["prompts"], params)]
     counters = {
         metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
     }
     answer = Generation(
+        texts=[output.text for output in outputs],
         tokens=[list(output.token_ids) for output in outputs],
         top=[[_top_two(step) for step in output.logprobs] for output in outputs],
         drafted=int(counters.get("vllm:spec_decode_num_draft_tokens", 0)),
         accepted=int(counters.get("vllm:spec_decode_num_accepted_tokens", 0)),
+        cached=int(counters.get("vllm:prefix_cache_hits", 0)),
+        graphs=dynamo["stats"]["unique_graphs"],
     )
     return asdict(answer)
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,13 @@ def test_detection_does_not_look_at_projection_names(facts: CheckpointFacts) -> 
 def test_a_config_without_facts_refuses(facts: CheckpointFacts) -> None:
     with pytest.raises(CheckpointError, match="never saw the checkpoint"):
         Exl3Config().get_quant_method(empty(compat.ExpertsLayer), LAYER)
+
+
+def test_lora_is_refused_by_name(facts: CheckpointFacts, parallel: SimpleNamespace) -> None:
+    parallel.has_lora = True
+    layer = empty(compat.LinearBase)
+    with pytest.raises(UnsupportedError, match=r"o_proj: LoRA .* without --enable-lora"):
+        hydrated(facts).get_quant_method(layer, "model.layers.0.self_attn.o_proj")
 
 
 def test_linears_by_their_tensors(facts: CheckpointFacts) -> None:

@@ -51,6 +51,7 @@ __all__ = [
     "get_model_loader",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
+    "has_lora",
     "max_num_batched_tokens",
     "register_model_loader",
     "register_quantization_config",
@@ -60,6 +61,11 @@ __all__ = [
 def max_num_batched_tokens() -> int:
     """The scheduler's token budget; valid while vLLM builds a model."""
     return get_current_vllm_config().scheduler_config.max_num_batched_tokens
+
+
+def has_lora() -> bool:
+    """True if the engine was started for LoRA adapters; valid while vLLM builds a model."""
+    return get_current_vllm_config().lora_config is not None
 
 
 def device_type() -> str:

@@ -13,7 +13,7 @@ import torch
 
 from exl3kit.checkpoint.manifest import find_block
 from exl3kit.checkpoint.names import layer_index
-from exl3kit.errors import CheckpointError
+from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.integrations.vllm import compat
 from exl3kit.integrations.vllm.facts import (
     CheckpointFacts,
@@ -101,8 +101,16 @@ class Exl3Config(compat.QuantizationConfig):
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str
     ) -> compat.QuantizeMethodBase | None:
-        """EXL3 where the checkpoint has trellis tensors for the layer, else vLLM's own method."""
+        """EXL3 where the checkpoint has trellis tensors for the layer, else vLLM's own method.
+
+        UnsupportedError in an engine for LoRA adapters: vLLM adds them to layers with a `weight`.
+        """
         facts = self.hydrated(prefix)
+        if compat.has_lora():
+            raise UnsupportedError(
+                f"{prefix}: LoRA adapters are not supported with EXL3 checkpoints; start without "
+                "--enable-lora, or merge the adapter into the model before quantising it"
+            )
         if isinstance(layer, compat.ExpertsLayer):
             experts = facts.experts.get(layer_index(prefix))
             return experts and Exl3MoEMethod(layer.moe_config, experts, prefix)
