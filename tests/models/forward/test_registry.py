@@ -10,6 +10,7 @@ from exl3kit.errors import CheckpointError, Exl3Error, UnsupportedError
 from exl3kit.models.forward import forward_model
 from exl3kit.models.forward.gqa import GqaAttention
 from exl3kit.models.forward.routers import SigmoidRouter
+from exl3kit.testing.tiny_configs import MODEL_TYPES
 
 from .reference import tiny
 
@@ -27,6 +28,23 @@ def test_older_spelling_of_rope() -> None:
         ropes.append(attention.rope.frequencies.tolist())
     assert ropes[0] == ropes[1]
     assert len(ropes[0]) == 8 and ropes[0][1] == pytest.approx(5000 ** (-1 / 8))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_configs_as_transformers_writes_them(model_type: str) -> None:
+    """Its defaults are those of a published model of each architecture."""
+    transformers = pytest.importorskip("transformers")
+    written = transformers.AutoConfig.for_model(model_type).to_dict()
+    name = tiny(model_type)["architectures"]
+    unsaid = {"num_experts_per_tok": 6, "head_dim": 128}  # of DeepSeek V2 and of GLM-4.5
+    config = {**unsaid, **_present(written), "architectures": name}
+    model = forward_model(config)
+    assert model.num_hidden_layers == written["num_hidden_layers"]
+    assert model.eps == written["rms_norm_eps"]
+
+
+def _present(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
 
 
 @pytest.mark.parametrize(
