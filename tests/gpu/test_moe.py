@@ -73,6 +73,16 @@ def test_every_rate_and_codebook(bits: int | float, codebook: Codebook) -> None:
     assert_three_gates(run(x, routing, experts, codebook), expected, "cuda_moe_float32")
 
 
+def test_shift_of_mul1() -> None:
+    """Inputs whose transform is constant in each block, for gate and up of other experts alike."""
+    experts = random_experts(2, 512, 256, 3, 3, "mul1")
+    experts = experts._replace(w13_suh=experts.w13_suh.abs())
+    x, routing = torch.zeros(3, 512), random_routing(3, 2, 2)
+    x[:, ::128] = 8.0
+    expected = reference_moe(x, *routing, *experts, "mul1", dtype=torch.float64)
+    assert_three_gates(run(x, routing, experts, "mul1"), expected, "cuda_moe_float32")
+
+
 @pytest.mark.parametrize("tokens", [5, 16, 32])
 def test_all_tokens_on_one_expert(tokens: int) -> None:
     """32 tokens of 3 slots are 96 rows of one expert, twelve blocks; the others have none."""

@@ -29,7 +29,7 @@ using namespace exl3;
 template <Codebook kCodebook>
 void words(uint32_t* out, float* affine) {
     for (uint32_t state = 0; state < 65536; ++state) out[state] = weight_halves<kCodebook>(state);
-    affine[0] = weight_scale<kCodebook>(), affine[1] = weight_residue<kCodebook>();
+    affine[0] = weight_scale(kCodebook), affine[1] = weight_shift(kCodebook);
 }
 
 template <int kBits2, bool kMultiply>
@@ -88,7 +88,7 @@ def test_halves_add_up_to_the_codebook(library: ctypes.CDLL, codebook: Codebook)
         NUMBERS[codebook], *(ctypes.c_void_p(a.ctypes.data) for a in (words, affine))
     )
     halves = words.view(np.float16).reshape(-1, 2).astype(np.float64)
-    values = affine[0] * (halves.sum(axis=1) + affine[1])
+    values = affine[0] * halves.sum(axis=1) + affine[1]
     expected = torch.as_tensor(codebook_values(codebook)).double().numpy()
     if codebook is not Codebook.MUL1:
         assert (values.astype(np.float16) == expected).all()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from exl3kit.errors import CompileError
+from exl3kit.errors import CompileError, MissingKernelError
 from exl3kit.jit import cache, toolkit
 from exl3kit.jit.spec import KernelSpec, Param, arch_of
 
@@ -45,7 +45,15 @@ class LoadedKernel:
     """One kernel on one device."""
 
     def __init__(self, spec: KernelSpec, index: int) -> None:
-        """Raises CompileError, UnsupportedError for an old device, MissingKernelError."""
+        """Raises CompileError, UnsupportedError for an old device, MissingKernelError.
+
+        A kernel can not be loaded while a CUDA graph is captured: MissingKernelError says so.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise MissingKernelError(
+                f"{spec}: expected to be loaded before a CUDA graph is captured; "
+                "run the layer once before, with as many tokens"
+            )
         capability = torch.cuda.get_device_capability(index)
         arch = arch_of(capability)
         compiled = cache.load_or_compile(spec, arch)

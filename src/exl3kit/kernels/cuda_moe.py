@@ -21,13 +21,14 @@ from exl3kit.format.spec import HADAMARD_BLOCK, TILE, Codebook, check_codebook
 from exl3kit.jit.launch import get_kernel
 from exl3kit.jit.spec import KernelSpec, Param
 from exl3kit.kernels.gemm import (
+    BLOCKS_PER_SM,
     CODEBOOK_NAMES,
     RATES,
     choose_splits,
     num_multiprocessors,
     product_shared_bytes,
 )
-from exl3kit.kernels.launch import DTYPE_CODES, double_bits
+from exl3kit.kernels.launch import DTYPE_CODES, codebook_code, double_bits
 
 CAPACITY = (
     32  # tokens of one launch; more are cut, which cannot show because tokens are independent
@@ -45,14 +46,14 @@ def _spec(name: str, template: tuple[int | str, ...], pointers: int, numbers: in
     return KernelSpec("moe.cuh", f"exl3::{name}", template, parameters)
 
 
-ROUTE = _spec("moe_route", (_ROUTE_WARPS,), 7, 9)
-ACTIVATE = _spec("moe_activate", (_ACTIVATE_WARPS,), 5, 4)
-COMBINE = _spec("moe_combine", (_COMBINE_WARPS,), 5, 5)
+ROUTE = _spec("moe_route", (_ROUTE_WARPS,), 8, 9)
+ACTIVATE = _spec("moe_activate", (_ACTIVATE_WARPS,), 7, 8)
+COMBINE = _spec("moe_combine", (_COMBINE_WARPS,), 6, 7)
 
 
 def product_spec(bits2: int, codebook: Codebook) -> KernelSpec:
     """The product kernel of a rate and a codebook, for gate and up or for down."""
-    return _spec("moe_product", (bits2, CODEBOOK_NAMES[codebook]), 4, 7)
+    return _spec("moe_product", (bits2, CODEBOOK_NAMES[codebook]), 4, 8)
 
 
 SPECS = (ROUTE, ACTIVATE, COMBINE, *(product_spec(*rate) for rate in RATES))
@@ -78,8 +79,8 @@ class MoeWeights(NamedTuple):
 class MoePlan:
     """Sizes of one layer's experts for up to `capacity` tokens of top_k routes.
 
-    hidden and inner are H and S; splits13 and splits2 cut K of gate and up and of down;
-    is_shared_h says that one suh serves all experts.
+    hidden and inner are H and S; splits13 and splits2 cut K of gate and up and of down; wave is the
+    number of blocks that fill the device; is_shared_h says that one suh serves all experts.
     """
 
     capacity: int
@@ -88,6 +89,7 @@ class MoePlan:
     inner: int
     splits13: int
     splits2: int
+    wave: int
     is_shared_h: bool
 
     def items(self, tokens: int | None = None) -> dict[str, int]:
@@ -98,8 +100,10 @@ class MoePlan:
         return {
             "routes": 4 * (3 + BLOCK_ROWS) * routes,
             "rotated": 4 * rows * self.hidden,
+            "firsts13": 4 * rows * self.hidden // HADAMARD_BLOCK,
             "partial13": 4 * self.splits13 * routes * 2 * self.inner,
             "activated": 4 * routes * self.inner,
+            "firsts2": 4 * routes * self.inner // HADAMARD_BLOCK,
             "partial2": 4 * self.splits2 * routes * self.hidden,
         }
 
@@ -137,7 +141,17 @@ def plan_moe(
     strips13, strips2 = 2 * inner // HADAMARD_BLOCK, hidden // HADAMARD_BLOCK
     splits13 = choose_splits(hidden // TILE, top_k * strips13, num_sms)
     splits2 = choose_splits(inner // TILE, top_k * strips2, num_sms)
-    return MoePlan(capacity, top_k, hidden, inner, splits13, splits2, is_shared_h)
+    wave = BLOCKS_PER_SM * num_sms
+    return MoePlan(capacity, top_k, hidden, inner, splits13, splits2, wave, is_shared_h)
+
+
+def strips_per_block(strips: int, blocks: int, wave: int) -> int:
+    """Strips a block takes one after the other, a divisor of `strips`, where there are `blocks`.
+
+    It loads ahead over their borders; two waves of blocks have to be left. Does not show in sums.
+    """
+    fitting = (n for n in range(1, strips + 1) if strips % n == 0 and blocks // n >= 2 * wave)
+    return max(fitting, default=1)
 
 
 def check_scratch(plan: MoePlan, scratch: torch.Tensor, device: torch.device) -> None:
@@ -181,55 +195,60 @@ def run_moe(
     views = {name: scratch[start:] for name, start in plan.offsets.items()}
     routes, experts, name = tokens * plan.top_k, weights.w2_suh.shape[0], check_codebook(codebook)
     hidden, inner, dtype = plan.hidden, plan.inner, DTYPE_CODES[x.dtype]
-    table, ids_map = views["routes"], expert_map
+    table, ids_map, code = views["routes"], expert_map, codebook_code(codebook)
+    side_rows, share = (0, plan.top_k) if plan.is_shared_h else (routes, 1)
     get_kernel(ROUTE, device).launch(
         (routes, -(-hidden // (_ROUTE_WARPS * HADAMARD_BLOCK))),
         32 * _ROUTE_WARPS,
         (
             x, topk_ids, topk_weights, ids_map, weights.w13_suh, table, views["rotated"],
-            routes, plan.top_k, hidden, experts, experts if ids_map is None else len(ids_map),
-            topk_ids.dtype == torch.int64, ids_map is not None and ids_map.dtype == torch.int64,
+            views["firsts13"], routes, plan.top_k, hidden, experts,
+            experts if ids_map is None else len(ids_map), topk_ids.dtype == torch.int64,
+            ids_map is not None and ids_map.dtype == torch.int64,
             plan.is_shared_h, dtype,
         ),
         overlaps=True,
     )  # fmt: skip
-    bits2 = double_bits(weights.w13_trellis)
+    bits2, strips = double_bits(weights.w13_trellis), inner // HADAMARD_BLOCK
+    items = strips_per_block(strips, plan.splits13 * 2 * strips * routes, plan.wave)
     get_kernel(product_spec(bits2, name), device).launch(
-        (plan.splits13, 2 * inner // HADAMARD_BLOCK, routes),
+        (plan.splits13, 2 * strips // items, routes),
         256,
         (
             weights.w13_trellis, table, views["rotated"], views["partial13"], routes, hidden, inner,
-            2, experts, 0 if plan.is_shared_h else routes, plan.top_k if plan.is_shared_h else 1,
+            2, experts, side_rows, share, items,
         ),
-        shared_bytes=product_shared_bytes(bits2, 1),
+        shared_bytes=product_shared_bytes(bits2, 1, 8),
         overlaps=True,
     )  # fmt: skip
     get_kernel(ACTIVATE, device).launch(
         (routes, -(-inner // (_ACTIVATE_WARPS * HADAMARD_BLOCK))),
         32 * _ACTIVATE_WARPS,
         (
-            views["partial13"], table, weights.w13_svh, weights.w2_suh, views["activated"],
-            routes, inner, experts, plan.splits13,
+            views["partial13"], views["firsts13"], table, weights.w13_svh, weights.w2_suh,
+            views["activated"], views["firsts2"], routes, hidden, inner, experts, plan.splits13,
+            code, side_rows, share,
         ),
         overlaps=True,
     )  # fmt: skip
-    bits2 = double_bits(weights.w2_trellis)
+    bits2, strips = double_bits(weights.w2_trellis), hidden // HADAMARD_BLOCK
+    items = strips_per_block(strips, plan.splits2 * strips * routes, plan.wave)
     get_kernel(product_spec(bits2, name), device).launch(
-        (plan.splits2, hidden // HADAMARD_BLOCK, routes),
+        (plan.splits2, strips // items, routes),
         256,
         (
             weights.w2_trellis, table, views["activated"], views["partial2"], routes, inner, hidden,
-            1, experts, 0, 1,
+            1, experts, 0, 1, items,
         ),
-        shared_bytes=product_shared_bytes(bits2, 1),
+        shared_bytes=product_shared_bytes(bits2, 1, 8),
         overlaps=True,
     )  # fmt: skip
     get_kernel(COMBINE, device).launch(
         (tokens, hidden // HADAMARD_BLOCK),
         32 * _COMBINE_WARPS,
         (
-            views["partial2"], table, topk_weights, weights.w2_svh, y,
-            routes, plan.top_k, hidden, plan.splits2, dtype,
+            views["partial2"], views["firsts2"], table, topk_weights, weights.w2_svh, y,
+            routes, plan.top_k, hidden, inner, plan.splits2, code, dtype,
         ),
         overlaps=True,
     )  # fmt: skip

@@ -15,15 +15,18 @@ import torch
 from exl3kit.format.spec import HADAMARD_BLOCK, TILE, Codebook, check_codebook
 from exl3kit.jit.launch import get_kernel
 from exl3kit.jit.spec import KernelSpec, Param
-from exl3kit.kernels.launch import DTYPE_CODES, double_bits
+from exl3kit.kernels.launch import DTYPE_CODES, codebook_code, double_bits
 
 # Rows of one pass: bounds the partial sums, which take splits * rows * n * 4 bytes.
 MAX_ROWS = 128
-GROUPS = (1, 2, 4)  # token groups of 8 that a product kernel holds
+# Token groups of 8 and tiles side by side that a block of the product holds. Six tiles where they
+# fit: 6144 x 12288 is then 512 blocks of which 264 run at once on an H200, with eight it is 384.
+SHAPES = ((1, 8), (2, 6), (2, 8), (4, 4))
+GROUPS = (1, 2, 4)
 # Shape and kStages of partial.cuh and product.cuh.
 _SLICES = 8  # warps that share a block's part of K
-_BLOCKS_PER_SM = 3  # with which the product of up to 8 rows fills a multiprocessor
-_STAGES = 4
+BLOCKS_PER_SM = 3  # with which the product of up to 8 rows fills a multiprocessor
+_STAGES = 3
 _MIN_SLICE = 2  # rows of tiles below which a warp is not worth its start
 _WARPS = 4  # of a block of rotate and finish
 _ALIGNMENT = 256
@@ -44,23 +47,23 @@ RATES = tuple(
 _POINTER, _INT = Param.POINTER, Param.INT32
 
 
-def product_spec(bits2: int, codebook: Codebook, groups: int) -> KernelSpec:
-    """The product kernel of a rate, a codebook and 8 * `groups` tokens a block."""
+def product_spec(bits2: int, codebook: Codebook, groups: int, tiles: int) -> KernelSpec:
+    """The product kernel of a rate and a codebook, for one of `SHAPES`."""
     return KernelSpec(
         "linear.cuh",
         "exl3::linear_product",
-        (bits2, CODEBOOK_NAMES[codebook], groups),
+        (bits2, CODEBOOK_NAMES[codebook], groups, tiles),
         (_POINTER,) * 3 + (_INT,) * 3,
-        spill_budget=256,  # four groups of mul1 at 7 bits: 248
+        spill_budget=32,  # four groups at 7 bits, where six dwords a tile are in flight
     )
 
 
-ROTATE = KernelSpec("linear.cuh", "exl3::linear_rotate", (_WARPS,), (_POINTER,) * 3 + (_INT,) * 3)
-FINISH = KernelSpec("linear.cuh", "exl3::linear_finish", (_WARPS,), (_POINTER,) * 4 + (_INT,) * 5)
+ROTATE = KernelSpec("linear.cuh", "exl3::linear_rotate", (_WARPS,), (_POINTER,) * 4 + (_INT,) * 3)
+FINISH = KernelSpec("linear.cuh", "exl3::linear_finish", (_WARPS,), (_POINTER,) * 5 + (_INT,) * 7)
 SPECS = (
     ROTATE,
     FINISH,
-    *(product_spec(*rate, groups) for rate in RATES for groups in GROUPS),
+    *(product_spec(*rate, *shape) for rate in RATES for shape in SHAPES),
 )
 
 
@@ -68,8 +71,9 @@ SPECS = (
 class LinearPlan:
     """Sizes of one call: rows, in-features k, out-features n, and how K is cut.
 
-    The workspace holds the rotated input, fp16 (rows, k, 2), and the partial sums, float32
-    (splits, rows, n). It needs no preparation and is free again when the call is done.
+    The workspace holds the rotated input, fp16 (rows, k, 2), the first value of each of its blocks
+    before the transform, float32 (rows, k/128), and the partial sums, float32 (splits, rows, n). It
+    needs no preparation and is free again when the call is done.
     """
 
     rows: int
@@ -83,9 +87,21 @@ class LinearPlan:
         return next(size for size in GROUPS if 8 * size >= min(self.rows, 8 * GROUPS[-1]))
 
     @property
+    def tiles(self) -> int:
+        """Tiles side by side of a block of the product kernel."""
+        fitting = (t for g, t in SHAPES if g == self.groups and self.n % (TILE * t) == 0)
+        return next(fitting)
+
+    @property
+    def firsts_offset(self) -> int:
+        """Bytes of the workspace before the first values, a multiple of 256 as k is of 128."""
+        return 4 * self.rows * self.k
+
+    @property
     def partial_offset(self) -> int:
         """Bytes of the workspace before the partial sums."""
-        return -(-4 * self.rows * self.k // _ALIGNMENT) * _ALIGNMENT
+        firsts = 4 * self.rows * self.k // HADAMARD_BLOCK
+        return self.firsts_offset + -(-firsts // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def workspace_bytes(self) -> int:
@@ -101,22 +117,16 @@ def plan_linear(rows: int, k: int, n: int, num_sms: int) -> LinearPlan:
     return LinearPlan(rows, k, n, choose_splits(k // TILE, n // HADAMARD_BLOCK, num_sms))
 
 
-def product_shared_bytes(bits2: int, groups: int) -> int:
-    """Dynamic shared memory of a product kernel: its rings, or its sums, which come after."""
-    tiles = _tiles(groups)
+def product_shared_bytes(bits2: int, groups: int, tiles: int) -> int:
+    """Dynamic shared memory of a product kernel: the rings of its warps and their sums."""
     stage = TILE * tiles * bits2 + 512 * groups
-    return max(_SLICES * _STAGES * stage, 4 * _SLICES * 8 * (TILE * tiles + 4))
-
-
-def _tiles(groups: int) -> int:
-    """Tiles side by side that a block of the product kernel owns."""
-    return 4 if groups == 4 else 8
+    return _SLICES * _STAGES * stage + 4 * _SLICES * 8 * (TILE * tiles + 4)
 
 
 def choose_splits(k_tiles: int, strips: int, num_sms: int) -> int:
     """Parts of K so that `strips` of 128 columns fill the device in one wave of blocks."""
     most = max(1, k_tiles // (_SLICES * _MIN_SLICE))
-    return min(max(1, _BLOCKS_PER_SM * num_sms // strips), most)
+    return min(max(1, BLOCKS_PER_SM * num_sms // strips), most)
 
 
 @functools.cache
@@ -165,35 +175,30 @@ def run_linear(
 ) -> None:
     """The launches of one plan; `workspace` is uint8 of its size, y (rows, n) is written."""
     rows, k, n = plan.rows, plan.k, plan.n
-    rotated, partial = workspace, workspace[plan.partial_offset :]
-    spec = product_spec(double_bits(trellis), check_codebook(codebook), plan.groups)
+    rotated, firsts = workspace, workspace[plan.firsts_offset :]
+    partial = workspace[plan.partial_offset :]
+    shape, bits2 = (plan.groups, plan.tiles), double_bits(trellis)
+    spec = product_spec(bits2, check_codebook(codebook), *shape)
     dtype = DTYPE_CODES[x.dtype]
     get_kernel(ROTATE, x.device).launch(
         (rows, -(-k // (_WARPS * HADAMARD_BLOCK))),
         32 * _WARPS,
-        (x, suh, rotated, rows, k, dtype),
+        (x, suh, rotated, firsts, rows, k, dtype),
         overlaps=True,
     )
     get_kernel(spec, x.device).launch(
-        (plan.splits, n // (TILE * _tiles(plan.groups)), -(-rows // (8 * plan.groups))),
+        (plan.splits, n // (TILE * plan.tiles), -(-rows // (8 * plan.groups))),
         32 * _SLICES,
         (trellis, rotated, partial, rows, k, n),
-        shared_bytes=product_shared_bytes(double_bits(trellis), plan.groups),
+        shared_bytes=product_shared_bytes(bits2, *shape),
         overlaps=True,
     )
     get_kernel(FINISH, x.device).launch(
         (rows, -(-n // (_WARPS * HADAMARD_BLOCK))),
         32 * _WARPS,
         (
-            partial,
-            svh,
-            bias,
-            y,
-            rows,
-            n,
-            plan.splits,
-            dtype,
+            partial, firsts, svh, bias, y, rows, k, n, plan.splits, codebook_code(codebook), dtype,
             DTYPE_CODES[y.dtype if bias is None else bias.dtype],
         ),
         overlaps=True,
-    )
+    )  # fmt: skip

@@ -21,7 +21,8 @@ constexpr uint32_t kHalvesKeep = 0x8FFF8FFFu, kHalvesFlip = 0x3B603B60u;
 // mul1: value = scale * (1024 + b) + shift with b the sum of the hash's bytes. Adding b to the
 // fp16 pattern of 1024 gives 1024 + b; the other half is -1534, so that the tensor core sees
 // b - 510, of the size of a weight, and nothing cancels later. What is left of the shift is
-// scale * kMul1Residue, -0.0018 of a deviation of 1.0.
+// scale * residue, -0.0018 of a deviation of 1.0: the same for all weights, so the sum of a token's
+// activations times it is added to the product (rotate_out).
 constexpr uint32_t kMul1Base = 0xE5FE6400u;  // fp16 -1534 over fp16 1024
 constexpr float kMul1Scale = 0.00676727294921875f, kMul1Shift = -10.3828125f;
 constexpr float kMul1Residue = kMul1Shift / kMul1Scale + 1534.0f;
@@ -35,15 +36,13 @@ EXL3_DEVICE uint32_t weight_halves(uint32_t state) {
     return keep_and_flip(hash, kHalvesKeep, kHalvesFlip);
 }
 
-// value = weight_scale * (sum of halves + weight_residue)
-template <Codebook kCodebook>
-EXL3_DEVICE constexpr float weight_scale() {
-    return kCodebook == kMul1 ? kMul1Scale : 1.0f;
+// value = weight_scale * (sum of halves) + weight_shift
+EXL3_DEVICE constexpr float weight_scale(int codebook) {
+    return codebook == kMul1 ? kMul1Scale : 1.0f;
 }
 
-template <Codebook kCodebook>
-EXL3_DEVICE constexpr float weight_residue() {
-    return kCodebook == kMul1 ? kMul1Residue : 0.0f;
+EXL3_DEVICE constexpr float weight_shift(int codebook) {
+    return codebook == kMul1 ? kMul1Scale * kMul1Residue : 0.0f;
 }
 
 }  // namespace exl3

@@ -14,10 +14,11 @@ namespace exl3 {
 
 constexpr int kWarp = 32;
 
-// One warp for each row and block of 128 of x (rows, k) of dtype.
+// One warp for each row and block of 128 of x (rows, k) of dtype; firsts (rows, k / 128).
 template <int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp)
-linear_rotate(const void* x, const __half* suh, __half2* rotated, int rows, int k, int dtype) {
+linear_rotate(const void* x, const __half* suh, __half2* rotated, float* firsts, int rows, int k,
+              int dtype) {
     release_successor();
     wait_for_predecessor();
     const int block = blockIdx.y * kWarps + threadIdx.x / kWarp, row = blockIdx.x;
@@ -25,21 +26,22 @@ linear_rotate(const void* x, const __half* suh, __half2* rotated, int rows, int 
     const int i = block * kWarp + threadIdx.x % kWarp;
     float v[4];
     load_four(v, x, static_cast<int64_t>(row) * (k / 4) + i, dtype);
-    rotate_in(rotated + static_cast<int64_t>(row) * k, v, suh, i);
+    const int64_t start = static_cast<int64_t>(row) * k;
+    rotate_in(rotated + start, firsts + start / kBlock, v, suh, i);
 }
 
-// Grid (splits, strips of kWidth columns, chunks of 8 kGroups rows) -> partial (splits, rows, n).
-template <int kBits2, Codebook kCodebook, int kGroups>
-__global__ void __launch_bounds__(Shape<kBits2, kGroups>::kThreads,
-                                  Shape<kBits2, kGroups>::kBlocks)
+// Grid (splits, strips of 16 kTiles columns, chunks of 8 kGroups rows) -> partial (splits, rows, n).
+template <int kBits2, Codebook kCodebook, int kGroups, int kTiles>
+__global__ void __launch_bounds__(Shape<kBits2, kGroups, kTiles>::kThreads,
+                                  Shape<kBits2, kGroups, kTiles>::kBlocks)
 linear_product(const uint32_t* trellis, const uint4* rotated, float* partial, int rows, int k,
                int n) {
-    using Layout = Shape<kBits2, kGroups>;
+    using Layout = Shape<kBits2, kGroups, kTiles>;
     release_successor();
     const Slice slice = slice_of<Layout>(k / kTile);
     const int row0 = blockIdx.z * 8 * kGroups, lane = threadIdx.x % kWarp;
     const int64_t n_tiles = n / kTile;
-    const int64_t tile = slice.first * n_tiles + blockIdx.y * Layout::kTiles;
+    const int64_t tile = slice.first * n_tiles + blockIdx.y * kTiles;
     const uint4* x[kGroups];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -47,22 +49,25 @@ linear_product(const uint32_t* trellis, const uint4* rotated, float* partial, in
         x[g] = rotated + (static_cast<int64_t>(row) * k + slice.first * kTile) / 4 + lane % 4;
     }
     extern __shared__ __align__(16) char shared[];  // Layout::kSharedBytes
-    float sum[Layout::kTiles][kGroups][4] = {};
-    multiply_rows<kBits2, kCodebook>(sum, shared + threadIdx.x / kWarp * Layout::Row::kRing,
-                                     trellis + tile * Trellis<kBits2>::kDwords,
-                                     n_tiles * Layout::Row::kTileBytes, x, slice.count);
+    const Work work{trellis + tile * Trellis<kBits2>::kDwords, n_tiles * Layout::Row::kTileBytes, 0,
+                    slice.count, 1};
     const int64_t split = blockIdx.x;
     float* out = partial + split * rows * n + blockIdx.y * Layout::kWidth;
-    store_partial<Layout>(sum, shared, weight_scale<kCodebook>(), [&](int row) {
-        return row0 + row < rows ? out + static_cast<int64_t>(row0 + row) * n : nullptr;
-    });
+    multiply<kBits2, kCodebook, kTiles, kGroups, false>(
+        shared + threadIdx.x / kWarp * Layout::Row::kRing, work, x,
+        [&](int, const typename Layout::Sums& sum) {
+            store_partial<Layout>(
+                sum, shared + Layout::kRings, weight_scale(kCodebook), [&](int row) {
+                    return row0 + row < rows ? out + static_cast<int64_t>(row0 + row) * n : nullptr;
+                });
+        });
 }
 
 // One warp for each row and strip: y (rows, n) of dtype.
 template <int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp)
-linear_finish(const float* partial, const __half* svh, const void* bias, void* y, int rows, int n,
-              int splits, int dtype, int bias_dtype) {
+linear_finish(const float* partial, const float* firsts, const __half* svh, const void* bias, void* y,
+              int rows, int k, int n, int splits, int codebook, int dtype, int bias_dtype) {
     release_successor();
     wait_for_predecessor();
     const int strip = blockIdx.y * kWarps + threadIdx.x / kWarp, row = blockIdx.x;
@@ -70,7 +75,10 @@ linear_finish(const float* partial, const __half* svh, const void* bias, void* y
     const int i = strip * kWarp + threadIdx.x % kWarp;
     const int64_t start = static_cast<int64_t>(row) * n;
     float v[4];
-    rotate_out(v, partial + start, static_cast<int64_t>(rows) * n, splits, svh, i);
+    const int64_t stride = static_cast<int64_t>(rows) * n;
+    const int blocks = k / kBlock;
+    const Product product{partial + start, stride, splits, firsts + row * blocks, blocks, codebook};
+    rotate_out(v, product, svh, i);
     if (bias != nullptr) {
         float b[4];
         load_four(b, bias, i, bias_dtype);

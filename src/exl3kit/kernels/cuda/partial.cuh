@@ -9,19 +9,19 @@
 
 namespace exl3 {
 
-// With more than 16 tokens a warp takes half a strip, to hold the sums of four groups in the registers
-// of two. kBlocks bounds the registers: 24 warps a multiprocessor, or 16.
-template <int kBits2, int kTokenGroups>
+// kTiles bounds what a lane holds: kTiles * kTokenGroups * 4 sums. kBlocks bounds the registers: 24
+// warps a multiprocessor, or 16.
+template <int kBits2, int kTokenGroups, int kStripTiles>
 struct Shape {
-    static constexpr int kGroups = kTokenGroups;
-    static constexpr int kTiles = kGroups == 4 ? 4 : 8, kSlices = 8;
+    static constexpr int kGroups = kTokenGroups, kTiles = kStripTiles, kSlices = 8;
     static constexpr int kBlocks = kGroups > 1 || Trellis<kBits2>::kPairs > 1 ? 2 : 3;
     static constexpr int kThreads = 32 * kSlices;
     static constexpr int kWidth = kTile * kTiles;  // features of a block
     using Row = Stage<kBits2, kTiles, kGroups>;
+    using Sums = float[kTiles][kGroups][4];  // of a lane
     static constexpr int kRings = Row::kRing * kSlices;
     static constexpr int kSums = 4 * kSlices * 8 * (kWidth + 4);
-    static constexpr int kSharedBytes = kRings > kSums ? kRings : kSums;
+    static constexpr int kSharedBytes = kRings + kSums;
 };
 
 // A warp's share: rows of tiles first .. first + count - 1.
@@ -38,18 +38,17 @@ EXL3_DEVICE Slice slice_of(int k_tiles) {
 }
 
 // Add the sums of the block's slices and store them times `scale`: row r of the block's tokens goes
-// to the kWidth floats at row_at(r), or nowhere where that is null.
+// to the kWidth floats at row_at(r), or nowhere where that is null. `shared` is Layout::kSums bytes.
 template <typename Layout, typename RowAt>
-EXL3_DEVICE void store_partial(const float (&sum)[Layout::kTiles][Layout::kGroups][4],
-                               void* shared, float scale, RowAt row_at) {
+EXL3_DEVICE void store_partial(const typename Layout::Sums& sum, void* shared, float scale,
+                               RowAt row_at) {
     constexpr int kWidth = Layout::kWidth, kSlices = Layout::kSlices;
-    // Columns 4 apart: no bank is hit twice. The memory is that of the rings.
-    auto& sums = *static_cast<float(*)[kSlices][8][kWidth + 4]>(shared);
+    auto& sums = *static_cast<float(*)[kSlices][8][kWidth + 4]>(shared);  // 4: no bank twice
     const int warp = threadIdx.x / 32, feature = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int g = 0; g < Layout::kGroups; ++g) {
         if (row_at(8 * g) == nullptr) return;  // the same for all threads
-        __syncthreads();
+        __syncthreads();  // what was stored here before is read
 #pragma unroll
         for (int n = 0; n < Layout::kTiles; ++n) {
             const int column = n * kTile + feature;

@@ -16,7 +16,7 @@
 
 namespace exl3 {
 
-constexpr int kStages = 4;  // of a warp's ring in shared memory: one in use, three on their way
+constexpr int kStages = 3;  // of a warp's ring in shared memory: one in use, two on their way
 
 // One row of tiles and the activations for it, as a stage of the ring holds them.
 template <int kBits2, int kTiles, int kGroups>
@@ -42,15 +42,38 @@ EXL3_DEVICE void request_weights(uint32_t mine, const char* from, uint32_t lane,
         copy_once(mine + at, from + at, is_there && (at + 512 <= kBytes || at + 16 * lane < kBytes));
 }
 
-// The activations for one row of tiles; `x` moves on to the next.
+// The activations for one row of tiles.
 template <int kGroups>
-EXL3_DEVICE void request_x(uint32_t mine, const uint4* (&x)[kGroups], bool is_there) {
+EXL3_DEVICE void request_x(uint32_t mine, const uint4* const (&x)[kGroups], bool is_there) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-        copy_cached(mine + 512 * g, x[g], is_there);
-        x[g] += kTile / 4;
-    }
+    for (int g = 0; g < kGroups; ++g) copy_cached(mine + 512 * g, x[g], is_there);
 }
+
+// What a warp multiplies: `items` runs of `rows` rows of tiles, all by the same activations.
+struct Work {
+    const void* tiles;     // first of the neighbouring tiles in the first row of the first item
+    int64_t stride;        // bytes from row to row
+    int64_t item_stride;   // bytes from item to item
+    int rows, items;       // rows may be 0
+};
+
+// Where a lane reads next. Items follow one another without a gap, so that the loads for one are on
+// their way while the sums of the one before are added up.
+template <int kGroups>
+struct Cursor {
+    const char* from;
+    const uint4* x[kGroups];
+    int left;  // rows of this item
+
+    template <bool kStreams>
+    EXL3_DEVICE void advance(const Work& work) {
+        const bool is_last = kStreams && --left == 0;
+        from += is_last ? work.item_stride - (work.rows - 1) * work.stride : work.stride;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) x[g] += (is_last ? 1 - work.rows : 1) * (kTile / 4);
+        if (is_last) left = work.rows;
+    }
+};
 
 // The words of this lane's eight weights of a tile, from its dwords at low and high + offset.
 template <int kBits2, Codebook kCodebook>
@@ -70,30 +93,18 @@ EXL3_DEVICE void decode_tile(uint32_t (&w)[kWindows],
     for (int j = 0; j < kWindows; ++j) w[j] = weight_halves<kCodebook>(w[j]);
 }
 
-// sum += residue * x, summed over the slots: the same for every feature.
-template <Codebook kCodebook>
-EXL3_DEVICE void add_residue(float (&sum)[4], const uint4& b) {
-    const uint32_t a = __half_as_ushort(__float2half_rn(weight_residue<kCodebook>()));
-    multiply_add(sum, a, a, a, a, b.x, b.y);
-    multiply_add(sum, a, a, a, a, b.z, b.w);
-}
-
-// sum[tile][group] += weights * x, in units of the codebook's scale.
-//   ring      shared memory of this warp, Stage::kRing bytes aligned to 16
-//   tiles     first of kTiles neighbouring tiles in the first row; the next row is `stride` bytes on
-//   x         for each group, what this lane takes of its token in the first row of tiles
-//   rows      rows of tiles, 16 K slots each; may be 0
+// finish(item, sum) for each item, sum[tile][group] = sums of halves * x.
+//   ring   shared memory of this warp, Stage::kRing bytes aligned to 16
+//   x      for each group, what this lane takes of its token in the first row of tiles
 // The first weights are requested before the predecessor kernel, which makes x, is waited for.
-template <int kBits2, Codebook kCodebook, int kTiles, int kGroups>
-EXL3_DEVICE void multiply_rows(float (&sum)[kTiles][kGroups][4], const void* ring,
-                               const void* tiles, int64_t stride, const uint4* (&x)[kGroups],
-                               int rows) {
+// Without kStreams there is one item.
+template <int kBits2, Codebook kCodebook, int kTiles, int kGroups, bool kStreams, typename Finish>
+EXL3_DEVICE void multiply(const void* ring, const Work& work, const uint4* const (&x)[kGroups],
+                          Finish finish) {
     using Layout = Trellis<kBits2>;
     using Stage = Stage<kBits2, kTiles, kGroups>;
-    constexpr bool has_residue = weight_residue<kCodebook>() != 0;
     const uint32_t lane = keep(threadIdx.x & 31), base = shared_address(ring);
     const uint32_t mine = keep(base + 16 * lane);
-    const char* from = static_cast<const char*>(tiles) + 16 * lane;
     LaneWindows<kBits2> windows(lane);
     uint32_t low[Layout::kPairs], high[Layout::kPairs];
 #pragma unroll
@@ -104,51 +115,57 @@ EXL3_DEVICE void multiply_rows(float (&sum)[kTiles][kGroups][4], const void* rin
 #pragma unroll
     for (int r = 0; r < Layout::kRegisters; ++r) windows.shift[r] = keep(windows.shift[r]);
 
+    Cursor<kGroups> next{static_cast<const char*>(work.tiles) + 16 * lane, {}, work.rows};
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage, from += stride)
-        request_weights<Stage::kWeights>(mine + stage * Stage::kBytes, from, lane, stage < rows);
+    for (int g = 0; g < kGroups; ++g) next.x[g] = x[g];
+    int ahead = work.rows * work.items;  // rows to ask for
+    Cursor<kGroups> early = next;
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+        request_weights<Stage::kWeights>(mine + stage * Stage::kBytes, early.from, lane,
+                                         stage < ahead);
+        early.template advance<kStreams>(work);
+    }
     wait_for_predecessor();
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) {
-        request_x(mine + stage * Stage::kBytes + Stage::kWeights, x, stage < rows);
+        request_x(mine + stage * Stage::kBytes + Stage::kWeights, next.x, ahead > 0);
         commit_copies();
+        next.template advance<kStreams>(work);
+        --ahead;
     }
-    float rest[kGroups][4] = {};
     uint32_t now = 0, freed = (kStages - 1) * Stage::kBytes;
 #pragma unroll 1
-    for (; rows > 0; --rows) {
-        wait_copies<kStages - 2>();
-        __syncwarp();  // all lanes' copies of this row are here, the row before is read
-        request_weights<Stage::kWeights>(mine + freed, from, lane, rows >= kStages);
-        from += stride;
-        request_x(mine + freed + Stage::kWeights, x, rows >= kStages);
-        commit_copies();
-        uint4 b[kGroups];
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-            b[g] = load_shared_four(mine + now + Stage::kWeights + 512 * g);
-            if constexpr (has_residue) add_residue<kCodebook>(rest[g], b[g]);
-        }
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            uint32_t w[kWindows];
-            decode_tile<kBits2, kCodebook>(w, low, high, now + n * Stage::kTileBytes, windows);
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-                multiply_add(sum[n][g], w[0], w[4], w[2], w[6], b[g].x, b[g].y);
-                multiply_add(sum[n][g], w[1], w[5], w[3], w[7], b[g].z, b[g].w);
-            }
-        }
-        freed = now;
-        now = now == (kStages - 1) * Stage::kBytes ? 0 : now + Stage::kBytes;
-    }
-    if constexpr (has_residue)
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
+    for (int item = 0; item < work.items; ++item) {
+        float sum[kTiles][kGroups][4] = {};
+#pragma unroll 1
+        for (int row = 0; row < work.rows; ++row) {
+            wait_copies<kStages - 2>();
+            __syncwarp();  // all lanes' copies of this row are here, the row before is read
+            request_weights<Stage::kWeights>(mine + freed, next.from, lane, ahead > 0);
+            request_x(mine + freed + Stage::kWeights, next.x, ahead > 0);
+            commit_copies();
+            next.template advance<kStreams>(work);
+            --ahead;
+            uint4 b[kGroups];
 #pragma unroll
             for (int g = 0; g < kGroups; ++g)
+                b[g] = load_shared_four(mine + now + Stage::kWeights + 512 * g);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sum[n][g][i] += rest[g][i];
+            for (int n = 0; n < kTiles; ++n) {
+                uint32_t w[kWindows];
+                decode_tile<kBits2, kCodebook>(w, low, high, now + n * Stage::kTileBytes, windows);
+#pragma unroll
+                for (int g = 0; g < kGroups; ++g) {
+                    multiply_add(sum[n][g], w[0], w[4], w[2], w[6], b[g].x, b[g].y);
+                    multiply_add(sum[n][g], w[1], w[5], w[3], w[7], b[g].z, b[g].w);
+                }
+            }
+            freed = now;
+            now = now == (kStages - 1) * Stage::kBytes ? 0 : now + Stage::kBytes;
+        }
+        finish(item, sum);
+    }
 }
 
 }  // namespace exl3
