@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from exl3kit import __version__
-from exl3kit.cli import cache, env, eval, inspect, quantize, slice, verify
+from exl3kit.cli import cache, env, eval, generate, inspect, quantize, slice, verify
 from exl3kit.cli.console import print_error
 from exl3kit.errors import Exl3Error
 
@@ -58,6 +58,7 @@ app.command()(verify.verify)
 app.command()(quantize.quantize)
 app.command("slice")(slice.slice_)
 app.command("eval")(eval.evaluate)
+app.command()(generate.generate)
 app.command()(env.env)
 app.add_typer(cache.app, name="cache")
 

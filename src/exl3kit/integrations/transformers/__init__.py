@@ -13,11 +13,14 @@ Nothing of transformers is patched.
 
 from __future__ import annotations
 
+import transformers
+
 from exl3kit.integrations.transformers import compat
 from exl3kit.integrations.transformers.config import METHOD, SHIM, Exl3Config
 from exl3kit.integrations.transformers.quantizer import Exl3Quantizer
 
 __all__ = ["Exl3Config", "Exl3Quantizer"]
 
+compat.check_version(transformers.__version__)
 for _method in (METHOD, SHIM):
     compat.register(_method, Exl3Config, Exl3Quantizer)

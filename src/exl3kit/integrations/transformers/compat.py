@@ -8,22 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import transformers
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from exl3kit.errors import UnsupportedError
 
 __all__ = [
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
     "HfQuantizer",
     "PreTrainedModel",
     "QuantizationConfigMixin",
+    "TextStreamer",
+    "check_version",
+    "disable_progress_bar",
     "ignore_unexpected",
     "register",
     "untie_head",
@@ -31,12 +36,15 @@ __all__ = [
 
 _FIRST, _NEXT_MAJOR = (5, 16), 6
 
-_found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-if _found < _FIRST or _found[0] >= _NEXT_MAJOR:
-    raise UnsupportedError(
-        f"transformers: expected version {_FIRST[0]}.{_FIRST[1]} or newer and below {_NEXT_MAJOR}, "
-        f"got {transformers.__version__}; pip install 'exl3kit[transformers]'"
-    )
+
+def check_version(version: str) -> None:
+    """UnsupportedError for a version of transformers that this integration is not written for."""
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < _FIRST or found[0] >= _NEXT_MAJOR:
+        raise UnsupportedError(
+            f"transformers: expected version {_FIRST[0]}.{_FIRST[1]} or newer and below "
+            f"{_NEXT_MAJOR}, got {version}; pip install 'exl3kit[transformers]'"
+        )
 
 
 def register(

@@ -65,9 +65,10 @@ class Exl3Experts(torch.nn.Module):
         y = exl3_experts(x, weights, ids, self.tiers, self.codebook, self.slices)
         return crop(y, hidden_states.shape[-1])
 
-    def extra_repr(self) -> str:
-        """Experts, slices and tiers, for `print(model)`."""
-        return f"experts={self.num_experts}, slices={self.slices}, tiers={len(self.tiers)}"
+    def __repr__(self) -> str:
+        """One line in `print(model)`, not four for each expert."""
+        sizes = f"experts={self.num_experts}, slices={self.slices}, tiers={len(self.tiers)}"
+        return f"{type(self).__name__}({sizes}, codebook={self.codebook})"
 
     def _experts(self) -> list[list[Slice]]:
         """The slices of every expert."""
