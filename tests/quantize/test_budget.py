@@ -30,6 +30,13 @@ def test_a_mean_is_shared_out_by_weight_and_next_token_layers_stay_below() -> No
     assert target.expert_bits() == 3.25
 
 
+def test_whole_layers_get_the_bits_where_they_must_be_alike() -> None:
+    plan = plan_bits(Recipe(), MODEL, (1, 2), 2.5, "mcg", WEIGHTS, by_layer=True)
+    assert plan.experts == {1: (2, 2, 2, 2), 2: (3, 3, 3, 3)}
+    below = plan_bits(Recipe(), MODEL, (1, 2), 3.25, "mcg", WEIGHTS, by_layer=True)
+    assert below == uniform(MODEL, (1, 2), 3)
+
+
 def test_experts_that_a_rule_names_are_outside_the_mean() -> None:
     recipe = Recipe(rules=(Rule("*.2.mlp.experts.[23]", 6),))
     plan = plan_bits(recipe, MODEL, (1, 2), 2.5, "mcg", WEIGHTS)

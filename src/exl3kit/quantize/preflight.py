@@ -256,7 +256,10 @@ def _bits(
     bits = options.bits
     if not isinstance(bits, BitPlan):
         recipe = Recipe(dense=options.dense, rules=options.rules)
-        bits = plan_bits(recipe, model, layers, bits, options.codebook, expert_weights)
+        is_ordinary = options.tp is None  # exllamav3's fused kernels want one rate in a layer
+        bits = plan_bits(
+            recipe, model, layers, bits, options.codebook, expert_weights, by_layer=is_ordinary
+        )
     kept = set(model.mtp_layers) - set(mtp_layers if options.mtp == "trellis" else ())
     plan = BitPlan(
         {layer: rates for layer, rates in bits.experts.items() if layer not in kept},
