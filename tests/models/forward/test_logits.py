@@ -19,6 +19,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {}),
     ("glm4_moe", {"n_group": 4, "topk_group": 2}),
@@ -31,6 +32,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "head_dim": 32}),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": LAYER_TYPES}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}),
     ("qwen3_moe", {}),
     ("qwen3_moe", {"norm_topk_prob": False}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),

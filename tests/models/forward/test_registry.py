@@ -7,12 +7,26 @@ from typing import Any
 import pytest
 
 from exl3kit.errors import CheckpointError, Exl3Error, UnsupportedError
+from exl3kit.models.architectures import ARCHITECTURES
 from exl3kit.models.forward import forward_model
 from exl3kit.models.forward.gqa import GqaAttention
+from exl3kit.models.forward.registry import FAMILIES
 from exl3kit.models.forward.routers import SigmoidRouter
 from exl3kit.testing.tiny_configs import MODEL_TYPES
 
 from .reference import tiny
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_every_architecture_has_a_forward_pass() -> None:
+    assert FAMILIES.keys() == ARCHITECTURES.keys()
 
 
 def test_older_spelling_of_rope() -> None:
@@ -72,6 +86,8 @@ def _present(config: dict[str, Any]) -> dict[str, Any]:
         ("qwen3", {"mlp_bias": True}, UnsupportedError, "mlp_bias: expected False, got True"),
         ("qwen3", {"layer_types": ["chunked"] * 3}, UnsupportedError, "layer_types: .*'chunked'"),
         ("qwen3", {"layer_types": ["full_attention"]}, UnsupportedError, "expected 3 times"),
+        ("qwen3", {"layer_types": 3}, UnsupportedError, "expected 3 times full_attention, got 3"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, UnsupportedError, "'sliding_att"),
         ("glm4_moe", {"topk_method": "greedy"}, UnsupportedError, "topk_method: .*'greedy'"),
         ("glm4_moe", {"scoring_func": "softmax"}, UnsupportedError, "scoring_func: .*'softmax'"),
         ("glm4_moe", {"n_group": 3}, CheckpointError, "n_group 3, topk_group 1"),
@@ -102,9 +118,17 @@ def test_refusals_name_the_value(
         ({"rope_type": "linear"}, CheckpointError, "factor must be a positive number, got None"),
         ({"rope_type": "yarn", "factor": 0}, CheckpointError, "factor must be .*, got 0"),
         ({"full_attention": {"rope_theta": 1e4}}, UnsupportedError, "full_attention"),
+        ({"rope_type": ["yarn"]}, UnsupportedError, r"rope_type: .*, got \['yarn'\]"),
+        (
+            {"rope_type": "default", "rope_theta": 1.0},
+            CheckpointError,
+            "rope_theta must be above 1",
+        ),
+        (LLAMA3 | {"high_freq_factor": 1.0}, CheckpointError, "above low_freq_factor 1.0, got 1.0"),
+        ("yarn", CheckpointError, "rope_parameters must be an object, got 'yarn'"),
     ],
 )
-def test_rope_refusals(rope: dict[str, Any], error: type[Exl3Error], words: str) -> None:
+def test_rope_refusals(rope: object, error: type[Exl3Error], words: str) -> None:
     with pytest.raises(error, match=words):
         forward_model(tiny("llama", rope_parameters=rope))
 

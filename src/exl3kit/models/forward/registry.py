@@ -23,6 +23,8 @@ from exl3kit.models.registry import model_map
 
 Config = Mapping[str, Any]
 
+_WINDOW = 4096  # of Qwen3's configs where the key is absent
+
 
 @dataclass(frozen=True)
 class Family:
@@ -52,12 +54,7 @@ def forward_model(config: Config) -> ForwardModel:
     key that is missing or wrong.
     """
     shapes = model_map(config)
-    family = _FAMILIES.get(shapes.architecture)
-    if family is None:
-        raise UnsupportedError(
-            f"architecture {shapes.architecture}: no forward pass; expected one of "
-            f"{', '.join(_FAMILIES)}"
-        )
+    family = FAMILIES[shapes.architecture]
     choice(config, "hidden_act", ["silu"], "silu")
     if not family.has_mlp_bias:
         choice(config, "mlp_bias", [False], False)
@@ -73,32 +70,37 @@ def forward_model(config: Config) -> ForwardModel:
 
 def _gqa(config: Config, shapes: DecoderMap, family: Family) -> GqaAttention:
     assert isinstance(shapes.attention, Gqa)
-    layers = _window_layers(config, shapes) if family.has_window else frozenset()
+    window, layers = _window(config, shapes) if family.has_window else (0, frozenset())
     return GqaAttention(
         shape=shapes.attention,
         rope=read_rope(config, shapes.attention.head_dim, family.partial_rotary),
         eps=number(config, "rms_norm_eps", family.eps),
-        window=size(config, "sliding_window", 4096) if layers else 0,
+        window=window,
         window_layers=layers,
     )
 
 
-def _window_layers(config: Config, shapes: DecoderMap) -> frozenset[int]:
-    """Layers with a sliding window: listed, from a number on, or all where no number is known."""
-    layers = range(shapes.num_hidden_layers)
-    types = config.get("layer_types")
-    if types is not None:
-        known = ("full_attention", "sliding_attention")
-        if len(types) != len(layers) or any(kind not in known for kind in types):
+def _window(config: Config, shapes: DecoderMap) -> tuple[int, frozenset[int]]:
+    """The sliding window and its layers: those listed, else from a number on, or all with experts.
+
+    As in transformers, a window of null is none, and none is used without `use_sliding_window`.
+    """
+    layers, types = range(shapes.num_hidden_layers), config.get("layer_types")
+    is_used = flag(config, "use_sliding_window", False)
+    is_used = is_used and config.get("sliding_window", _WINDOW) is not None
+    if types is None:
+        first = 0 if shapes.moe else count(config, "max_window_layers", 28)
+        found = frozenset(n for n in layers if is_used and n >= first)
+    else:
+        known = ["full_attention", *(["sliding_attention"] if is_used else [])]
+        is_list = isinstance(types, list) and len(types) == len(layers)
+        if not is_list or any(kind not in known for kind in types):
             raise UnsupportedError(
                 f"{WHERE}: layer_types: expected {len(layers)} times {' or '.join(known)}, got "
                 f"{show(types)}"
             )
-        return frozenset(n for n in layers if types[n] == known[1])
-    if not flag(config, "use_sliding_window", False):
-        return frozenset()
-    first = 0 if shapes.moe else count(config, "max_window_layers", 28)
-    return frozenset(n for n in layers if n >= first)
+        found = frozenset(n for n in layers if types[n] != known[0])
+    return size(config, "sliding_window", _WINDOW) if found else 0, found
 
 
 def _mla(config: Config, shapes: DecoderMap, family: Family) -> MlaAttention:
@@ -170,7 +172,7 @@ def _groups(config: Config, moe: Moe, family: Family, ranked_by: int) -> Groups:
 
 _V2_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 _DEEPSEEK_V3 = Family(_mla, _sigmoid, groups=(8, 4), routed_scale=2.5)
-_FAMILIES = {
+FAMILIES = {
     "DeepseekV2ForCausalLM": Family(_mla, _deepseek_v2_router),
     "DeepseekV3ForCausalLM": replace(_DEEPSEEK_V3, is_half_rope_allowed=True),
     "DeepseekV32ForCausalLM": _DEEPSEEK_V3,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from exl3kit.checkpoint.keys import show
-from exl3kit.errors import UnsupportedError
+from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.models.config_keys import WHERE
 from exl3kit.models.forward.values import flag, number
 
@@ -81,16 +81,10 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_partial: float =
     Reads `rope_parameters` or the older `rope_scaling` with `rope_theta` beside it.
     UnsupportedError names a rope type or key that is not known, CheckpointError a wrong number.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _KEYS:
-        raise UnsupportedError(f"{WHERE}: rope_type: expected {' or '.join(_KEYS)}, got {kind!r}")
-    for key in rope:
-        if key not in (*_SHARED, *_KEYS[kind]):
-            raise UnsupportedError(
-                f"{WHERE}: rope_parameters: {key} {show(rope[key])}: not known for {kind!r}"
-            )
+    kind, rope = _known(config.get("rope_scaling") or config.get("rope_parameters") or {})
     theta = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
+    if theta <= 1:
+        raise CheckpointError(f"{WHERE}: rope_theta must be above 1, got {theta}")
     own = number(config, "partial_rotary_factor", default_partial)
     dim = int(head_dim * number(rope, "partial_rotary_factor", own))
     if dim % 2 or not 0 < dim <= head_dim:
@@ -109,6 +103,22 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_partial: float =
     return Rope(frequencies)
 
 
+def _known(rope: object) -> tuple[str, Mapping[str, Any]]:
+    """The rope type and its keys, all of which are known for it."""
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"{WHERE}: rope_parameters must be an object, got {show(rope)}")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _KEYS:
+        known = " or ".join(_KEYS)
+        raise UnsupportedError(f"{WHERE}: rope_type: expected {known}, got {show(kind)}")
+    for key in rope:
+        if key not in (*_SHARED, *_KEYS[kind]):
+            raise UnsupportedError(
+                f"{WHERE}: rope_parameters: {key} {show(rope[key])}: not known for {kind!r}"
+            )
+    return kind, rope
+
+
 def _trained_length(rope: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     """Positions seen before the context was stretched; a key beside the rope's own wins."""
     key = "original_max_position_embeddings"
@@ -119,6 +129,10 @@ def _trained_length(rope: Mapping[str, Any], config: Mapping[str, Any]) -> float
 def _llama3(rope: Mapping[str, Any], config: Mapping[str, Any], frequencies: Tensor) -> Tensor:
     factor, length = number(rope, "factor"), _trained_length(rope, config)
     low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
+    if high <= low:
+        raise CheckpointError(
+            f"{WHERE}: high_freq_factor must be above low_freq_factor {low}, got {high}"
+        )
     wavelength = 2 * math.pi / frequencies
     share = (length / wavelength - low) / (high - low)
     blended = (1 - share) * frequencies / factor + share * frequencies
