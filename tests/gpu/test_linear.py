@@ -83,10 +83,8 @@ def test_shift_of_mul1() -> None:
     assert_three_gates(run(x, linear), true_linear(x, linear), "cuda_float32")
 
 
-@pytest.mark.parametrize("n", [512, 768])
-def test_a_row_does_not_see_its_batch(n: int) -> None:
-    """Strips of 6 and of 8 tiles for 16 rows."""
-    linear = random_exl3(2048, n, 3)
+def test_a_row_does_not_see_its_batch() -> None:
+    linear = random_exl3(2048, 512, 3)
     x = random_rows(130, 2048, torch.bfloat16)
     together = run(x, linear)
     for rows in (1, 2, 8, 9, 16, 17, 32, 33, 129):

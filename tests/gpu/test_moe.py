@@ -167,7 +167,7 @@ def test_scratch_is_garbage_before_and_bounded(tokens: int, device: torch.device
     for fill in (0, 0xFF):
         scratch = torch.full((plan.scratch_bytes + 256,), fill, dtype=torch.uint8, device=device)
         y = torch.full((tokens, H), torch.nan, device=device)
-        cuda_moe.run_moe(plan, scratch, x, *routing, weights, "mcg", y)
+        cuda_moe.bind_moe(plan, scratch, weights, "mcg").run(x, *routing, y)
         for name, size in plan.items().items():
             start = plan.offsets[name]
             end = start + -(-size // 256) * 256
@@ -185,7 +185,7 @@ def test_capacity_does_not_show(device: torch.device) -> None:
         plan = cuda_moe.plan_moe(capacity, TOP_K, H, S, gemm.num_multiprocessors(device))
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
         y = torch.empty_like(x)
-        cuda_moe.run_moe(plan, scratch, x, *routing, weights, "mcg", y)
+        cuda_moe.bind_moe(plan, scratch, weights, "mcg").run(x, *routing, y)
         results.append(y)
     assert_bitwise_equal(results[0], results[1])
 
@@ -238,9 +238,11 @@ def test_refusals(device: torch.device) -> None:
     weights, x = weights_on(device), random_rows(3, H).to(device)
     scores, ids = routing_on(device, 3)
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-    with pytest.raises(FormatError, match="at most 2 tokens of the plan, got 3"):
-        cuda_moe.run_moe(plan, scratch, x, scores, ids, weights, "mcg", x)
+    with pytest.raises(FormatError, match="1 to 2 tokens of the plan, got 3"):
+        cuda_moe.bind_moe(plan, scratch, weights, "mcg").run(x, scores, ids, x)
     with pytest.raises(FormatError, match=f"scratch: expected {plan.scratch_bytes} bytes"):
-        cuda_moe.run_moe(plan, scratch[:-1], x[:2], scores[:2], ids[:2], weights, "mcg", x[:2])
+        cuda_moe.bind_moe(plan, scratch[:-1], weights, "mcg")
+    with pytest.raises(FormatError, match=r"scratch: expected contiguous torch.uint8 on cuda:0"):
+        cuda_moe.bind_moe(plan, scratch.cpu(), weights, "mcg")
     with pytest.raises(FormatError, match="1 to 4096 routes, got 513 tokens of 8"):
         cuda_moe.plan_moe(513, 8, H, S, 132)

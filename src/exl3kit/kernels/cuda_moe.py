@@ -2,11 +2,15 @@
 
     plan = plan_moe(32, top_k, hidden, inner, num_sms)         # sizes; allocates nothing
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-    run_moe(plan, scratch, x, topk_weights, topk_ids, weights, codebook, y, expert_map)
+    experts = bind_moe(plan, scratch, weights, codebook)       # one for each layer
+    experts.run(x, topk_weights, topk_ids, y, expert_map)
 
 One scratch serves every layer of a model, one after the other on one stream; its contents mean
-nothing between calls. K is cut by the shapes and the device alone: a token's result does not depend
-on the tokens beside it, nor on the plan's capacity.
+nothing between calls. `moe` does all of it for one call, with scratch from torch's allocator, which
+knows streams and graph captures: target and draft, or two streams, never share any.
+
+K is cut by the shapes and the device alone: a token's result does not depend on the tokens beside
+it, nor on the plan's capacity.
 """
 
 from __future__ import annotations
@@ -24,15 +28,15 @@ from exl3kit.kernels.gemm import (
     BLOCKS_PER_SM,
     CODEBOOK_NAMES,
     RATES,
+    SLICES,
     choose_splits,
     num_multiprocessors,
     product_shared_bytes,
 )
-from exl3kit.kernels.launch import DTYPE_CODES, codebook_code, double_bits
+from exl3kit.kernels.launch import CODEBOOK_CODES, DTYPE_CODES, double_bits
 
-CAPACITY = (
-    32  # tokens of one launch; more are cut, which cannot show because tokens are independent
-)
+# Tokens of one launch; more are cut, which cannot show because tokens are independent.
+CAPACITY = 32
 MAX_ROUTES = 4096  # kMaxRoutes of moe.cuh
 BLOCK_ROWS = 8  # routes of an expert that are multiplied together, kBlockRows of route.cuh
 _ALIGNMENT = 256
@@ -92,11 +96,10 @@ class MoePlan:
     wave: int
     is_shared_h: bool
 
-    def items(self, tokens: int | None = None) -> dict[str, int]:
-        """Bytes of each view of the scratch for `tokens` (default: the capacity), unaligned."""
-        tokens = self.capacity if tokens is None else tokens
-        routes = tokens * self.top_k
-        rows = tokens if self.is_shared_h else 2 * routes
+    def items(self) -> dict[str, int]:
+        """Bytes of each view of the scratch, unaligned."""
+        routes = self.capacity * self.top_k
+        rows = self.capacity if self.is_shared_h else 2 * routes
         return {
             "routes": 4 * (3 + BLOCK_ROWS) * routes,
             "rotated": 4 * rows * self.hidden,
@@ -154,8 +157,143 @@ def strips_per_block(strips: int, blocks: int, wave: int) -> int:
     return max(fitting, default=1)
 
 
-def check_scratch(plan: MoePlan, scratch: torch.Tensor, device: torch.device) -> None:
-    """FormatError unless `scratch` is uint8 on `device`, large enough and aligned to 256 bytes."""
+@dataclass(frozen=True)
+class BoundMoe:
+    """The experts of one layer with their plan and scratch; made by `bind_moe`."""
+
+    plan: MoePlan
+    views: dict[str, torch.Tensor]
+    weights: MoeWeights
+    codebook: Codebook
+
+    @property
+    def experts(self) -> int:
+        """Experts on this device."""
+        return self.weights.w2_suh.shape[0]
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        y: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+    ) -> None:
+        """y = sum over slots of topk_weight * expert(x).
+
+        x, y (T, H) float32, float16 or bfloat16, 1 <= T <= plan.capacity; topk_weights float32 and
+        topk_ids int32 or int64 (T, top_k); expert_map int32 or int64 (E_global,), -1 = not here.
+        Routes of weight 0, of an id outside the model or of an expert not here add exactly zero.
+
+        Runs on the current device, which is that of all tensors. Allocates nothing, reads nothing
+        back; can be captured in a CUDA graph. FormatError for more tokens than the plan holds;
+        other shapes are the caller's to check.
+        """
+        tokens, capacity = x.shape[0], self.plan.capacity
+        if not 1 <= tokens <= capacity:
+            raise FormatError(f"x: expected 1 to {capacity} tokens of the plan, got {tokens}")
+        self._route(x, topk_weights, topk_ids, expert_map)
+        self._gate_up(tokens)
+        self._activate(tokens)
+        self._down(tokens)
+        self._combine(topk_weights, y)
+
+    def _sharing(self, tokens: int) -> tuple[int, int]:
+        """Rows from gate's rotated inputs to up's, and routes that share one."""
+        return (0, self.plan.top_k) if self.plan.is_shared_h else (tokens * self.plan.top_k, 1)
+
+    def _route(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> None:
+        plan, views = self.plan, self.views
+        routes, map_size = topk_ids.numel(), self.experts if expert_map is None else len(expert_map)
+        is_wide_map = expert_map is not None and expert_map.dtype == torch.int64
+        get_kernel(ROUTE, x.device).launch(
+            (routes, -(-plan.hidden // (_ROUTE_WARPS * HADAMARD_BLOCK))),
+            32 * _ROUTE_WARPS,
+            (
+                x, topk_ids, topk_weights, expert_map, self.weights.w13_suh, views["routes"],
+                views["rotated"], views["firsts13"], routes, plan.top_k, plan.hidden, self.experts,
+                map_size, topk_ids.dtype == torch.int64, is_wide_map, plan.is_shared_h,
+                DTYPE_CODES[x.dtype],
+            ),
+            overlaps=True,
+        )  # fmt: skip
+
+    def _gate_up(self, tokens: int) -> None:
+        plan, trellis = self.plan, self.weights.w13_trellis
+        x, y = self.views["rotated"], self.views["partial13"]
+        sizes = (plan.hidden, plan.inner, 2)
+        self._product(trellis, x, y, tokens, plan.splits13, sizes, self._sharing(tokens))
+
+    def _down(self, tokens: int) -> None:
+        plan, trellis = self.plan, self.weights.w2_trellis
+        x, y = self.views["activated"], self.views["partial2"]
+        self._product(trellis, x, y, tokens, plan.splits2, (plan.inner, plan.hidden, 1), (0, 1))
+
+    def _product(
+        self,
+        trellis: torch.Tensor,
+        rotated: torch.Tensor,
+        partial: torch.Tensor,
+        tokens: int,
+        splits: int,
+        sizes: tuple[int, int, int],
+        sharing: tuple[int, int],
+    ) -> None:
+        """Launch of moe_product; `sizes` are k, n and the matrices side by side."""
+        _, n, sides = sizes
+        routes, bits2, strips = tokens * self.plan.top_k, double_bits(trellis), n // HADAMARD_BLOCK
+        items = strips_per_block(strips, splits * sides * strips * routes, self.plan.wave)
+        get_kernel(product_spec(bits2, self.codebook), trellis.device).launch(
+            (splits, sides * strips // items, routes),
+            32 * SLICES,
+            (
+                trellis, self.views["routes"], rotated, partial, routes, *sizes, self.experts,
+                *sharing, items,
+            ),
+            shared_bytes=sum(product_shared_bytes(bits2, 1)),
+            overlaps=True,
+        )  # fmt: skip
+
+    def _activate(self, tokens: int) -> None:
+        plan, views, weights = self.plan, self.views, self.weights
+        routes, code = tokens * plan.top_k, CODEBOOK_CODES[self.codebook]
+        get_kernel(ACTIVATE, weights.w2_suh.device).launch(
+            (routes, -(-plan.inner // (_ACTIVATE_WARPS * HADAMARD_BLOCK))),
+            32 * _ACTIVATE_WARPS,
+            (
+                views["partial13"], views["firsts13"], views["routes"], weights.w13_svh,
+                weights.w2_suh, views["activated"], views["firsts2"], routes, plan.hidden,
+                plan.inner, self.experts, plan.splits13, code, *self._sharing(tokens),
+            ),
+            overlaps=True,
+        )  # fmt: skip
+
+    def _combine(self, topk_weights: torch.Tensor, y: torch.Tensor) -> None:
+        plan, views, code = self.plan, self.views, CODEBOOK_CODES[self.codebook]
+        get_kernel(COMBINE, y.device).launch(
+            (len(y), plan.hidden // HADAMARD_BLOCK),
+            32 * _COMBINE_WARPS,
+            (
+                views["partial2"], views["firsts2"], views["routes"], topk_weights,
+                self.weights.w2_svh, y, topk_weights.numel(), plan.top_k, plan.hidden, plan.inner,
+                plan.splits2, code, DTYPE_CODES[y.dtype],
+            ),
+            overlaps=True,
+        )  # fmt: skip
+
+
+def bind_moe(plan: MoePlan, scratch: torch.Tensor, weights: MoeWeights, codebook: str) -> BoundMoe:
+    """A layer's experts ready to run in `scratch`, uint8 of plan.scratch_bytes on their device.
+
+    FormatError for a scratch of another dtype or device, too small, or not aligned to 256 bytes.
+    """
+    device = weights.w2_suh.device
     if scratch.dtype != torch.uint8 or scratch.device != device or not scratch.is_contiguous():
         raise FormatError(
             f"scratch: expected contiguous torch.uint8 on {device}, "
@@ -166,92 +304,8 @@ def check_scratch(plan: MoePlan, scratch: torch.Tensor, device: torch.device) ->
             f"scratch: expected {plan.scratch_bytes} bytes aligned to {_ALIGNMENT}, "
             f"got {scratch.numel()} at address {scratch.data_ptr():#x}"
         )
-
-
-def run_moe(
-    plan: MoePlan,
-    scratch: torch.Tensor,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    weights: MoeWeights,
-    codebook: str,
-    y: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
-) -> None:
-    """y = sum over slots of topk_weight * expert(x); the launches of one plan, in place.
-
-    x, y (T, H) float32, float16 or bfloat16, 1 <= T <= plan.capacity; topk_weights float32 and
-    topk_ids int32 or int64 (T, top_k); expert_map int32 or int64 (E_global,), -1 = not here.
-    Routes of weight 0, of an id outside the model or of an expert not here add exactly zero.
-
-    Allocates nothing, reads nothing back; can be captured in a CUDA graph. Shapes are the caller's
-    to check, except that FormatError refuses more tokens than the plan holds and an unfit scratch.
-    """
-    tokens, device = x.shape[0], x.device
-    if tokens > plan.capacity:
-        raise FormatError(f"x: expected at most {plan.capacity} tokens of the plan, got {tokens}")
-    check_scratch(plan, scratch, device)
     views = {name: scratch[start:] for name, start in plan.offsets.items()}
-    routes, experts, name = tokens * plan.top_k, weights.w2_suh.shape[0], check_codebook(codebook)
-    hidden, inner, dtype = plan.hidden, plan.inner, DTYPE_CODES[x.dtype]
-    table, ids_map, code = views["routes"], expert_map, codebook_code(codebook)
-    side_rows, share = (0, plan.top_k) if plan.is_shared_h else (routes, 1)
-    get_kernel(ROUTE, device).launch(
-        (routes, -(-hidden // (_ROUTE_WARPS * HADAMARD_BLOCK))),
-        32 * _ROUTE_WARPS,
-        (
-            x, topk_ids, topk_weights, ids_map, weights.w13_suh, table, views["rotated"],
-            views["firsts13"], routes, plan.top_k, hidden, experts,
-            experts if ids_map is None else len(ids_map), topk_ids.dtype == torch.int64,
-            ids_map is not None and ids_map.dtype == torch.int64,
-            plan.is_shared_h, dtype,
-        ),
-        overlaps=True,
-    )  # fmt: skip
-    bits2, strips = double_bits(weights.w13_trellis), inner // HADAMARD_BLOCK
-    items = strips_per_block(strips, plan.splits13 * 2 * strips * routes, plan.wave)
-    get_kernel(product_spec(bits2, name), device).launch(
-        (plan.splits13, 2 * strips // items, routes),
-        256,
-        (
-            weights.w13_trellis, table, views["rotated"], views["partial13"], routes, hidden, inner,
-            2, experts, side_rows, share, items,
-        ),
-        shared_bytes=product_shared_bytes(bits2, 1, 8),
-        overlaps=True,
-    )  # fmt: skip
-    get_kernel(ACTIVATE, device).launch(
-        (routes, -(-inner // (_ACTIVATE_WARPS * HADAMARD_BLOCK))),
-        32 * _ACTIVATE_WARPS,
-        (
-            views["partial13"], views["firsts13"], table, weights.w13_svh, weights.w2_suh,
-            views["activated"], views["firsts2"], routes, hidden, inner, experts, plan.splits13,
-            code, side_rows, share,
-        ),
-        overlaps=True,
-    )  # fmt: skip
-    bits2, strips = double_bits(weights.w2_trellis), hidden // HADAMARD_BLOCK
-    items = strips_per_block(strips, plan.splits2 * strips * routes, plan.wave)
-    get_kernel(product_spec(bits2, name), device).launch(
-        (plan.splits2, strips // items, routes),
-        256,
-        (
-            weights.w2_trellis, table, views["activated"], views["partial2"], routes, inner, hidden,
-            1, experts, 0, 1, items,
-        ),
-        shared_bytes=product_shared_bytes(bits2, 1, 8),
-        overlaps=True,
-    )  # fmt: skip
-    get_kernel(COMBINE, device).launch(
-        (tokens, hidden // HADAMARD_BLOCK),
-        32 * _COMBINE_WARPS,
-        (
-            views["partial2"], views["firsts2"], table, topk_weights, weights.w2_svh, y,
-            routes, plan.top_k, hidden, inner, plan.splits2, code, dtype,
-        ),
-        overlaps=True,
-    )  # fmt: skip
+    return BoundMoe(plan, views, weights, check_codebook(codebook))
 
 
 def moe(
@@ -262,20 +316,18 @@ def moe(
     codebook: str,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`run_moe` with a plan and scratch of its own, for any number of tokens; returns y, new."""
+    """`BoundMoe.run` with a plan and scratch of its own for any number of tokens; (T, H), new."""
     y = torch.empty_like(x)
     top_k, hidden, inner = topk_ids.shape[1], x.shape[1], weights.w2_suh.shape[1]
-    tokens = min(CAPACITY, x.shape[0])
-    if tokens == 0 or top_k == 0:
+    if x.shape[0] == 0 or top_k == 0:
         return y.zero_()
-    plan = plan_moe(
-        tokens, top_k, hidden, inner, num_multiprocessors(x.device), weights.w13_suh.dim() == 1
-    )
+    tokens = min(CAPACITY, MAX_ROUTES // top_k, x.shape[0])
+    sms, is_shared_h = num_multiprocessors(x.device), weights.w13_suh.dim() == 1
+    plan = plan_moe(tokens, top_k, hidden, inner, sms, is_shared_h)
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=x.device)
-    for start in range(0, x.shape[0], tokens):
-        part = slice(start, start + tokens)
-        run_moe(
-            plan, scratch, x[part], topk_weights[part], topk_ids[part], weights, codebook, y[part],
-            expert_map,
-        )  # fmt: skip
+    experts = bind_moe(plan, scratch, weights, codebook)
+    with torch.cuda.device(x.device):
+        for start in range(0, x.shape[0], tokens):
+            part = slice(start, start + tokens)
+            experts.run(x[part], topk_weights[part], topk_ids[part], y[part], expert_map)
     return y

@@ -19,12 +19,11 @@ from exl3kit.kernels.launch import DTYPE_CODES, codebook_code, double_bits
 
 # Rows of one pass: bounds the partial sums, which take splits * rows * n * 4 bytes.
 MAX_ROWS = 128
-# Token groups of 8 and tiles side by side that a block of the product holds. Six tiles where they
-# fit: 6144 x 12288 is then 512 blocks of which 264 run at once on an H200, with eight it is 384.
-SHAPES = ((1, 8), (2, 6), (2, 8), (4, 4))
-GROUPS = (1, 2, 4)
+# Token groups of 8 that a block of the product holds, and tiles side by side. For two groups six
+# tiles make an even two waves of 6144 x 12288 where eight make 1.5, and are no faster.
+SHAPES = {1: 8, 2: 8, 4: 4}
 # Shape and kStages of partial.cuh and product.cuh.
-_SLICES = 8  # warps that share a block's part of K
+SLICES = 8  # warps that share a block's part of K
 BLOCKS_PER_SM = 3  # with which the product of up to 8 rows fills a multiprocessor
 _STAGES = 3
 _MIN_SLICE = 2  # rows of tiles below which a warp is not worth its start
@@ -47,12 +46,12 @@ RATES = tuple(
 _POINTER, _INT = Param.POINTER, Param.INT32
 
 
-def product_spec(bits2: int, codebook: Codebook, groups: int, tiles: int) -> KernelSpec:
-    """The product kernel of a rate and a codebook, for one of `SHAPES`."""
+def product_spec(bits2: int, codebook: Codebook, groups: int) -> KernelSpec:
+    """The product kernel of a rate and a codebook, for one of the `SHAPES`."""
     return KernelSpec(
         "linear.cuh",
         "exl3::linear_product",
-        (bits2, CODEBOOK_NAMES[codebook], groups, tiles),
+        (bits2, CODEBOOK_NAMES[codebook], groups, SHAPES[groups]),
         (_POINTER,) * 3 + (_INT,) * 3,
         spill_budget=32,  # four groups at 7 bits, where six dwords a tile are in flight
     )
@@ -63,7 +62,7 @@ FINISH = KernelSpec("linear.cuh", "exl3::linear_finish", (_WARPS,), (_POINTER,) 
 SPECS = (
     ROTATE,
     FINISH,
-    *(product_spec(*rate, *shape) for rate in RATES for shape in SHAPES),
+    *(product_spec(*rate, groups) for rate in RATES for groups in SHAPES),
 )
 
 
@@ -84,13 +83,7 @@ class LinearPlan:
     @property
     def groups(self) -> int:
         """Token groups of 8 of the product kernel."""
-        return next(size for size in GROUPS if 8 * size >= min(self.rows, 8 * GROUPS[-1]))
-
-    @property
-    def tiles(self) -> int:
-        """Tiles side by side of a block of the product kernel."""
-        fitting = (t for g, t in SHAPES if g == self.groups and self.n % (TILE * t) == 0)
-        return next(fitting)
+        return next(size for size in SHAPES if 8 * size >= min(self.rows, 8 * max(SHAPES)))
 
     @property
     def firsts_offset(self) -> int:
@@ -117,15 +110,15 @@ def plan_linear(rows: int, k: int, n: int, num_sms: int) -> LinearPlan:
     return LinearPlan(rows, k, n, choose_splits(k // TILE, n // HADAMARD_BLOCK, num_sms))
 
 
-def product_shared_bytes(bits2: int, groups: int, tiles: int) -> int:
-    """Dynamic shared memory of a product kernel: the rings of its warps and their sums."""
-    stage = TILE * tiles * bits2 + 512 * groups
-    return _SLICES * _STAGES * stage + 4 * _SLICES * 8 * (TILE * tiles + 4)
+def product_shared_bytes(bits2: int, groups: int) -> tuple[int, int]:
+    """Shared memory of a product kernel: the rings of its warps, and their sums."""
+    stage = TILE * SHAPES[groups] * bits2 + 512 * groups
+    return SLICES * _STAGES * stage, 4 * SLICES * 8 * (TILE * SHAPES[groups] + 4)
 
 
 def choose_splits(k_tiles: int, strips: int, num_sms: int) -> int:
     """Parts of K so that `strips` of 128 columns fill the device in one wave of blocks."""
-    most = max(1, k_tiles // (_SLICES * _MIN_SLICE))
+    most = max(1, k_tiles // (SLICES * _MIN_SLICE))
     return min(max(1, BLOCKS_PER_SM * num_sms // strips), most)
 
 
@@ -154,11 +147,12 @@ def linear(
     """
     y = x.new_empty((x.shape[0], svh.shape[0]))
     sms = num_multiprocessors(x.device)
-    for start in range(0, x.shape[0], MAX_ROWS):
-        part = slice(start, start + MAX_ROWS)
-        plan = plan_linear(len(x[part]), x.shape[1], svh.shape[0], sms)
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device)
-        run_linear(plan, workspace, x[part], trellis, suh, svh, codebook, bias, y[part])
+    with torch.cuda.device(x.device):
+        for start in range(0, x.shape[0], MAX_ROWS):
+            part = slice(start, start + MAX_ROWS)
+            plan = plan_linear(len(x[part]), x.shape[1], svh.shape[0], sms)
+            workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device)
+            run_linear(plan, workspace, x[part], trellis, suh, svh, codebook, bias, y[part])
     return y
 
 
@@ -173,12 +167,16 @@ def run_linear(
     bias: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    """The launches of one plan; `workspace` is uint8 of its size, y (rows, n) is written."""
+    """The launches of one plan, on the current device, which is that of all tensors.
+
+    workspace is uint8 of plan.workspace_bytes, aligned to 256; y (rows, n) is written; the rest as
+    in `linear`.
+    """
     rows, k, n = plan.rows, plan.k, plan.n
     rotated, firsts = workspace, workspace[plan.firsts_offset :]
     partial = workspace[plan.partial_offset :]
-    shape, bits2 = (plan.groups, plan.tiles), double_bits(trellis)
-    spec = product_spec(bits2, check_codebook(codebook), *shape)
+    groups, bits2 = plan.groups, double_bits(trellis)
+    spec = product_spec(bits2, check_codebook(codebook), groups)
     dtype = DTYPE_CODES[x.dtype]
     get_kernel(ROTATE, x.device).launch(
         (rows, -(-k // (_WARPS * HADAMARD_BLOCK))),
@@ -187,10 +185,10 @@ def run_linear(
         overlaps=True,
     )
     get_kernel(spec, x.device).launch(
-        (plan.splits, n // (TILE * plan.tiles), -(-rows // (8 * plan.groups))),
-        32 * _SLICES,
+        (plan.splits, n // (TILE * SHAPES[groups]), -(-rows // (8 * groups))),
+        32 * SLICES,
         (trellis, rotated, partial, rows, k, n),
-        shared_bytes=product_shared_bytes(bits2, *shape),
+        shared_bytes=max(product_shared_bytes(bits2, groups)),
         overlaps=True,
     )
     get_kernel(FINISH, x.device).launch(

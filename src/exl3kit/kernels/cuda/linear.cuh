@@ -48,7 +48,7 @@ linear_product(const uint32_t* trellis, const uint4* rotated, float* partial, in
         const int row = min(row0 + 8 * g + lane / 4, rows - 1);  // beyond: any row, not stored
         x[g] = rotated + (static_cast<int64_t>(row) * k + slice.first * kTile) / 4 + lane % 4;
     }
-    extern __shared__ __align__(16) char shared[];  // Layout::kSharedBytes
+    extern __shared__ __align__(16) char shared[];  // first kRings, then kSums bytes of Layout
     const Work work{trellis + tile * Trellis<kBits2>::kDwords, n_tiles * Layout::Row::kTileBytes, 0,
                     slice.count, 1};
     const int64_t split = blockIdx.x;
@@ -57,7 +57,7 @@ linear_product(const uint32_t* trellis, const uint4* rotated, float* partial, in
         shared + threadIdx.x / kWarp * Layout::Row::kRing, work, x,
         [&](int, const typename Layout::Sums& sum) {
             store_partial<Layout>(
-                sum, shared + Layout::kRings, weight_scale(kCodebook), [&](int row) {
+                sum, shared, weight_scale(kCodebook), [&](int row) {
                     return row0 + row < rows ? out + static_cast<int64_t>(row0 + row) * n : nullptr;
                 });
         });

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(Shape<kBits2, 1, 8>::kThreads, Shape<kBits2, 1
 moe_product(const uint32_t* trellis, const int* blocks, const uint4* rotated, float* partial,
             int routes, int k, int n, int sides, int experts, int side_rows, int share, int items) {
     using Layout = Shape<kBits2, 1, 8>;  // strips of 128
-    extern __shared__ __align__(16) char shared[];  // Layout::kSharedBytes
+    extern __shared__ __align__(16) char shared[];  // kRings and kSums bytes of Layout
     release_successor();
     // The table comes from moe_route: right before gate and up, but three kernels before down, which
     // starts only when moe_activate has seen the product of gate and up complete.

@@ -21,7 +21,6 @@ struct Shape {
     using Sums = float[kTiles][kGroups][4];  // of a lane
     static constexpr int kRings = Row::kRing * kSlices;
     static constexpr int kSums = 4 * kSlices * 8 * (kWidth + 4);
-    static constexpr int kSharedBytes = kRings + kSums;
 };
 
 // A warp's share: rows of tiles first .. first + count - 1.
@@ -38,7 +37,8 @@ EXL3_DEVICE Slice slice_of(int k_tiles) {
 }
 
 // Add the sums of the block's slices and store them times `scale`: row r of the block's tokens goes
-// to the kWidth floats at row_at(r), or nowhere where that is null. `shared` is Layout::kSums bytes.
+// to the kWidth floats at row_at(r), or nowhere where that is null. `shared` is Layout::kSums bytes;
+// they may be those of the rings where nothing is on its way any more.
 template <typename Layout, typename RowAt>
 EXL3_DEVICE void store_partial(const typename Layout::Sums& sum, void* shared, float scale,
                                RowAt row_at) {
