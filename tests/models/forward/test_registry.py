@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -131,6 +132,39 @@ def test_refusals_name_the_value(
 def test_rope_refusals(rope: object, error: type[Exl3Error], words: str) -> None:
     with pytest.raises(error, match=words):
         forward_model(tiny("llama", rope_parameters=rope))
+
+
+STRANGE = [-1, 0, 3, 2.5, 1e308, 5e-324, math.inf, math.nan, "x", [], ["x"], {}, {"a": 1}, True]
+OPTIONAL = (
+    "index_topk_freq",
+    "indexer_types",
+    "layer_types",
+    "max_window_layers",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_interleave",
+    "rope_parameters",
+    "rope_scaling",
+    "sliding_window",
+)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_strange_values_are_computed_or_refused(model_type: str) -> None:
+    base = tiny(model_type, use_sliding_window=model_type.startswith("qwen"))
+    yarn = LLAMA3 | {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0}
+    yarn = {k: v for k, v in yarn.items() if "freq" not in k} | {"beta_fast": 32, "beta_slow": 1}
+    changes = [{key: value} for key in (*base, *OPTIONAL) for value in STRANGE]
+    for rope in (LLAMA3, yarn):
+        forward_model(base | {"rope_parameters": rope})
+        changes += [{"rope_parameters": rope | {k: value}} for k in rope for value in STRANGE]
+    refused = 0
+    for change in changes:
+        try:
+            forward_model(base | change)
+        except Exl3Error:
+            refused += 1
+    assert 0.2 < refused / len(changes) < 0.9
 
 
 def test_deepseek_v2_with_a_correction_bias_routes_as_v3() -> None:
