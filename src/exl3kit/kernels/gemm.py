@@ -53,7 +53,7 @@ def product_spec(bits2: int, codebook: Codebook, groups: int) -> KernelSpec:
         "exl3::linear_product",
         (bits2, CODEBOOK_NAMES[codebook], groups, SHAPES[groups]),
         (_POINTER,) * 3 + (_INT,) * 3,
-        spill_budget=32,  # four groups at 7 bits, where six dwords a tile are in flight
+        spill_budget=48,  # four groups at 7 bits: 16 to 40 bytes, by architecture
     )
 
 
