@@ -32,7 +32,7 @@ def test_golden_states(device: torch.device, bits: int | float, codebook: Codebo
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_states_of_the_cpu(device: torch.device, bits: int | float) -> None:
-    """More tiles than multiprocessors, not a multiple of them; scales from flat to clipped."""
+    """Blocks with two tiles and with three, where there are 132; scales from flat to clipped."""
     codebook = "mul1" if bits in HALF_BITS else "mcg"
     tiles = gaussian(301, 7) * torch.linspace(0.02, 3, 301).unsqueeze(1)
     assert torch.equal(

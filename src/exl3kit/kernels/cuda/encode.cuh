@@ -1,251 +1,128 @@
-// Trellis search over 16 x 16 tiles: the tail-biting, two-pass Viterbi of the EXL3 encoder, one tile
-// per block at a time. The states are bit for bit those of the CPU encoder and of exllamav3 1.6.5.
+// Trellis search over 16 x 16 tiles: the tail-biting, two-pass Viterbi of the EXL3 encoder. The states
+// are bit for bit those of the CPU encoder and of exllamav3 1.6.5.
 //
-// Costs are fp16 with one rounding a step: d = RN(value - x), cost = RN(d * d + cost[pred]); both are
-// single half2 instructions here. Costs are never negative, so their minimum is that of their bits as
-// integers, of which Hopper takes three at a time. No back-pointers are kept: choosing them would
-// double the inner loop. Rows of costs go to global memory and the trace recomputes the few
-// candidates it meets.
+// A block has 16 warps that run forward passes (encode_forward.cuh) and one that traces paths back
+// (encode_trace.cuh). The values of all 65,536 states live in the registers of the 16 warps for the
+// whole launch, 64 half2 a thread, and the two current rows of costs in shared memory. A trace is a
+// chain of loads that leaves the arithmetic idle, a third of the time of a tile; so a block takes
+// tiles in pairs and runs the passes in turn: while one tile's path is traced, the other tile's costs
+// advance.
 //
-// The values of all 65,536 states live in registers for the whole launch, 32 half2 a thread, and the two
-// current rows of costs in shared memory. A step of a thread is then, at three bits: 8 cost loads, 32
-// subtractions, 32 fused multiply-adds, 16 minima of three, one 16-byte store. Floor: 2 passes * 256
-// positions * 65,536 states = 33.6 M evaluations a tile, 88 instructions for 64 of them at 128 a cycle
-// and multiprocessor: 0.36 M cycles a tile, 175 M weights a second on 132 multiprocessors at 1.9 GHz
-// before any wait.
+//     passes   A1  B1  A2  B2  C1  D1 ...
+//     traces       A1  B1  A2  B2  C1 ...
+//
+// Floor: 2 passes * 256 positions * 65,536 states = 33.6 M evaluations a tile, at three bits 88
+// instructions for 64 of them at 128 a cycle and multiprocessor: 0.36 M cycles a tile, 180 M weights a
+// second on 132 multiprocessors at 1.9 GHz before any wait.
 #pragma once
 
 #include <cuda_fp16.h>
 
 #include "common.cuh"
+#include "encode_forward.cuh"
 #include "encode_rate.cuh"
 #include "encode_trace.cuh"
-#include "half_bits.cuh"
+#include "named_barrier.cuh"
 
 namespace exl3 {
 
-// Elementwise minimum of costs. HMNMX2 before Hopper; there and later the integer unit, two or three
-// operands at a time.
-EXL3_DEVICE __half2 min_cost(__half2 a, __half2 b) {
-#if __CUDA_ARCH__ >= 900
-    return as_half2(__vminu2(as_bits(a), as_bits(b)));
-#else
-    return __hmin2(a, b);
-#endif
-}
-EXL3_DEVICE __half2 min_cost(__half2 a, __half2 b, __half2 c) {
-#if __CUDA_ARCH__ >= 900
-    return as_half2(__vimin3_u16x2(as_bits(a), as_bits(b), as_bits(c)));
-#else
-    return __hmin2(__hmin2(a, b), c);
-#endif
-}
+constexpr int kEncodeThreads = kOwners + 32;
+// Two of each: a pass may end before the trace of the one before it has begun to wait.
+constexpr int kPassBarrier = 2, kTraceBarrier = 4;
 
-// Both passes over the tiles of one block.
-template <int kHalfUnits>
-struct TileEncoder {
-    using Rate = EncodeRate<kHalfUnits>;
-    static constexpr int kTop = Rate::kTop, kLow = Rate::kLow, kPairs = 1 << (kLow - 1);
-
-    // The costs of 2^kBits consecutive nodes, as loaded.
-    template <int kBits>
-    struct Costs {
-        static_assert(kBits <= 2, "at most 8 bytes");
-        uint32_t word[kBits == 2 ? 2 : 1];
-
-        EXL3_DEVICE explicit Costs(const __half* from) {
-            if constexpr (kBits == 2) {
-                const uint2 both = *reinterpret_cast<const uint2*>(from);
-                word[0] = both.x, word[1] = both.y;
-            } else if constexpr (kBits == 1) {
-                word[0] = *reinterpret_cast<const uint32_t*>(from);
-            } else {
-                word[0] = *reinterpret_cast<const uint16_t*>(from);
-            }
-        }
-        // The cost of one node, twice. As an operand modifier (the first form) this is free, but only
-        // one of the two pipes that take half2 instructions has the modifier. A permute lets the
-        // compiler spread them over both; with four costs a load it would fill the integer pipe.
-        EXL3_DEVICE __half2 twice(int index) const {
-            if constexpr (kBits == 2) {
-                const __half2 pair = as_half2(word[index >> 1]);
-                return index & 1 ? __high2half2(pair) : __low2half2(pair);
-            }
-            uint32_t both;
-            asm("prmt.b32 %0, %1, 0, %2;"
-                : "=r"(both)
-                : "r"(word[index >> 1]), "r"(index & 1 ? 0x3232 : 0x1010));
-            return as_half2(both);
-        }
-    };
-
-    __half2 value[1 << kTop][kPairs];  // of the thread's states, [top][low / 2]
-    uint32_t middle;
-    __half* rows;        // shared: two rows of kRowNodes costs
-    const __half2* x;    // shared: the tile's targets, each twice
-    __half* kept;        // global: this block's kept rows
-
-    EXL3_DEVICE void load_values(const __half* values) {
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(values);
-#pragma unroll
-        for (int top = 0; top < 1 << kTop; ++top) {
-#pragma unroll
-            for (int pair = 0; pair < kPairs; ++pair)
-                value[top][pair] = as_half2(
-                    words[top << (15 - kTop) | middle << (kLow - 1) | uint32_t(pair)]);
-        }
-    }
-
-    // Position kParity (mod 2): costs of all nodes one step on. `keep` is null or takes the row.
-    template <int kParity>
-    EXL3_DEVICE void advance(const __half* before, __half* after, __half2 target,
-                             __half* keep) const {
-        constexpr int D = Rate::fresh(kParity), Dnext = Rate::fresh(kParity + 1);
-        constexpr int kOwnHeadBits = Dnext < kTop ? Dnext : kTop;
-        constexpr int kRestBits = kTop - kOwnHeadBits;  // top bits that belong to the node
-        constexpr int kCostBits = D < kLow ? kLow - D : 0;
-        const uint32_t first = D < kLow ? middle << (kLow - D) : middle >> (D - kLow);
-#pragma unroll
-        for (int rest = 0; rest < 1 << kRestBits; ++rest) {
-            __half2 best[kPairs];
-#pragma unroll
-            for (int head = 0; head < 1 << kOwnHeadBits; head += 2) {
-                const int top0 = head << kRestBits | rest, top1 = (head + 1) << kRestBits | rest;
-                const Costs<kCostBits> costs0(before + (top0 << (16 - kTop - D)) + first);
-                const Costs<kCostBits> costs1(before + (top1 << (16 - kTop - D)) + first);
-#pragma unroll
-                for (int pair = 0; pair < kPairs; ++pair) {
-                    const int index = (2 * pair) >> D;
-                    const __half2 d0 = __hsub2(value[top0][pair], target);
-                    const __half2 d1 = __hsub2(value[top1][pair], target);
-                    const __half2 c0 = __hfma2(d0, d0, costs0.twice(index));
-                    const __half2 c1 = __hfma2(d1, d1, costs1.twice(index));
-                    best[pair] = head == 0 ? min_cost(c0, c1) : min_cost(best[pair], c0, c1);
-                }
-            }
-            store<Dnext>(best, rest, after, keep);
-        }
-    }
-
-    template <int Dnext>
-    EXL3_DEVICE void store(__half2 (&best)[kPairs], int rest, __half* after, __half* keep) const {
-        if constexpr (Rate::kGroupBits > 0) {
-#pragma unroll
-            for (int pair = 0; pair < kPairs; ++pair) {
-#pragma unroll
-                for (int bit = 0; bit < Rate::kGroupBits; ++bit)
-                    best[pair] = min_cost(
-                        best[pair],
-                        as_half2(__shfl_xor_sync(~0u, as_bits(best[pair]), 1 << bit)));
-            }
-            if (threadIdx.x & ((1 << Rate::kGroupBits) - 1)) return;
-        }
-        const uint32_t node =
-            (uint32_t(rest) << (16 - kTop) | middle << kLow) & ((1u << (16 - Dnext)) - 1);
-        if constexpr (kPairs == 4) {
-            const uint4 words{as_bits(best[0]), as_bits(best[1]), as_bits(best[2]),
-                              as_bits(best[3])};
-            *reinterpret_cast<uint4*>(after + node) = words;
-            if (keep != nullptr) __stcg(reinterpret_cast<uint4*>(keep + node), words);
-        } else {
-            const uint2 words{as_bits(best[0]), as_bits(best[1])};
-            *reinterpret_cast<uint2*>(after + node) = words;
-            if (keep != nullptr) __stcg(reinterpret_cast<uint2*>(keep + node), words);
-        }
-    }
-
-    // Where the row that enters `step` is kept, or null.
-    EXL3_DEVICE __half* kept_row(int step, int keep_from) const {
-        const int since = step - keep_from;
-        if (since < 0 || step == kPositions || since % Rate::kKeepEvery) return nullptr;
-        return kept + since / Rate::kKeepEvery * Rate::kRowNodes;
-    }
-
-    // Once around the ring from position `start`, whose row is in rows[0]. The last row ends there too.
-    EXL3_DEVICE void forward(int start, int keep_from) const {
-        for (int step = 0; step < kPositions; step += 2) {
-            const int position = (start + step) & (kPositions - 1);
-            advance<0>(rows, rows + Rate::kRowNodes, x[position], kept_row(step + 1, keep_from));
-            __syncthreads();
-            advance<1>(rows + Rate::kRowNodes, rows, x[position + 1],
-                       kept_row(step + 2, keep_from));
-            __syncthreads();
-        }
-    }
-
-    // Fills the first row: 0 everywhere, or only at `node` and infinity elsewhere.
-    EXL3_DEVICE void enter_free() const {
-        for (int i = threadIdx.x; i < Rate::kRowNodes / 2; i += kEncodeThreads)
-            reinterpret_cast<uint32_t*>(rows)[i] = 0;
-    }
-    EXL3_DEVICE void enter_at(uint32_t node) const {
-        for (uint32_t i = threadIdx.x; i < Rate::kRowNodes; i += kEncodeThreads) {
-            const __half cost = __ushort_as_half(i == node ? 0 : 0x7C00);
-            rows[i] = kept[i] = cost;
-        }
-    }
-
-    // The cheapest node of the last row, known to the threads of warp 0.
-    EXL3_DEVICE uint32_t cheapest_end(uint32_t* warp_best) const {
-        uint32_t best = ~0u;
-        for (uint32_t node = threadIdx.x; node < Rate::kRowNodes; node += kEncodeThreads) {
-            const uint32_t cost = __half_as_ushort(rows[node]);
-            best = min(best, cost << 16 | end_node_rank(node));
-        }
-        best = __reduce_min_sync(~0u, best);
-        if (threadIdx.x % 32 == 0) warp_best[threadIdx.x / 32] = best;
-        __syncthreads();
-        best = __reduce_min_sync(~0u, warp_best[threadIdx.x % 32]);
-        return end_node_of(best & 0x7FFF);
-    }
+// What a pass and its trace share about one tile.
+struct TileSlot {
+    __half2 x[kPositions];  // targets, each twice
+    uint32_t warp_best[kOwners / 32];
+    uint32_t tail;  // the node between the last position and the first
+    uint16_t path[kPositions];
 };
 
+// Calls visit(tile, slot, pass, tiles of the pair) for every pass of this block, in order.
+template <class Visit>
+EXL3_DEVICE void for_each_pass(int count, Visit visit) {
+    for (int first = blockIdx.x; first < count; first += 2 * gridDim.x) {
+        const int filled = first + int(gridDim.x) < count ? 2 : 1;
+        for (int pass = 0; pass < 2; ++pass) {
+            for (int slot = 0; slot < filled; ++slot)
+                visit(first + slot * int(gridDim.x), slot, pass, filled);
+        }
+    }
+}
+
 // tiles: fp32 [count][256] in stream order and the codebook's scale. states: int32 [count][256].
-// values: fp16 of the 65,536 states. scratch: kKeptRows * kRowNodes fp16 a block. refused: set to 1 if a
-// target is not finite in fp16. Dynamic shared memory: 2 * kRowNodes fp16.
+// values: fp16 of the 65,536 states. scratch: 2 * kKeptRows * kRowNodes fp16 a block. refused: set to 1
+// if a target is not finite in fp16. Dynamic shared memory: 2 * kRowNodes fp16.
 template <int kHalfUnits>
 __global__ void __launch_bounds__(kEncodeThreads, 1)
     encode_tiles(const float* __restrict__ tiles, int32_t* __restrict__ states, int count,
                  const __half* __restrict__ values, __half* scratch, int32_t* refused) {
     using Rate = EncodeRate<kHalfUnits>;
+    constexpr int64_t kSlotScratch = int64_t(Rate::kKeptRows) * Rate::kRowNodes;
     extern __shared__ __align__(16) uint8_t dynamic[];
-    __shared__ __half2 x[kPositions];
-    __shared__ uint16_t path[kPositions];
-    __shared__ uint32_t warp_best[kEncodeThreads / 32], tail;
+    __shared__ TileSlot slots[2];
+    __half* const kept = scratch + 2 * kSlotScratch * blockIdx.x;
+    int job = 0;  // passes so far
 
-    TileEncoder<kHalfUnits> encoder;
-    encoder.middle = Rate::middle(threadIdx.x);
-    encoder.rows = reinterpret_cast<__half*>(dynamic);
-    encoder.x = x;
-    encoder.kept = scratch + int64_t(blockIdx.x) * Rate::kKeptRows * Rate::kRowNodes;
-    encoder.load_values(values);
-    const Trace<kHalfUnits> trace{values, x, encoder.kept};
-
-    for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
-        if (threadIdx.x < kPositions) {
-            const float target = tiles[int64_t(tile) * kPositions + threadIdx.x];
-            if (!(fabsf(target) <= 65504.0f)) *refused = 1;
-            x[threadIdx.x] = __half2half2(__float2half_rn(target));
-        }
-        encoder.enter_free();
-        __syncthreads();
-        encoder.forward(kHalfway, kHalfway);
-        const uint32_t end = encoder.cheapest_end(warp_best);
-        if (threadIdx.x < 32) {
-            const uint32_t node = trace.follow(end, kHalfway, kHalfway, nullptr);
-            if (threadIdx.x == 0) tail = node;
-        }
-        __syncthreads();
-        encoder.enter_at(tail);
-        __syncthreads();
-        encoder.forward(0, 0);
-        if (threadIdx.x < 32) trace.follow(tail, 0, 0, path);
-        __syncthreads();
-        if (threadIdx.x < kPositions)
-            states[int64_t(tile) * kPositions + threadIdx.x] =
-                closed_state<kHalfUnits>(path, threadIdx.x);
-        __syncthreads();
+    if (threadIdx.x >= kOwners) {
+        const int lane = threadIdx.x % 32;
+        for_each_pass(count, [&](int tile, int index, int pass, int) {
+            TileSlot& slot = slots[index];
+            barrier_sync(kPassBarrier + (job & 1), kEncodeThreads);
+            const Trace<kHalfUnits> trace{values, slot.x, kept + index * kSlotScratch};
+            if (pass == 0) {
+                const uint32_t best =
+                    __reduce_min_sync(~0u, slot.warp_best[lane % (kOwners / 32)]);
+                const uint32_t end = end_node_of(best & 0x7FFF);
+                const uint32_t node = trace.follow(end, kHalfway, kHalfway, nullptr);
+                if (lane == 0) slot.tail = node;
+            } else {
+                trace.follow(slot.tail, 0, 0, slot.path);
+                __syncwarp();
+                for (int t = lane; t < kPositions; t += 32)
+                    states[int64_t(tile) * kPositions + t] =
+                        closed_state<kHalfUnits>(slot.path, t);
+            }
+            barrier_arrive(kTraceBarrier + (job & 1), kEncodeThreads);
+            ++job;
+        });
+        return;
     }
+
+    ForwardPass<kHalfUnits> forward;
+    forward.middle = Rate::middle(threadIdx.x);
+    forward.rows = reinterpret_cast<__half*>(dynamic);
+    forward.load_values(values);
+    int traced = 0;  // traces waited for
+    const auto wait_for = [&](int jobs) {
+        for (; traced < jobs; ++traced) barrier_sync(kTraceBarrier + (traced & 1), kEncodeThreads);
+    };
+    for_each_pass(count, [&](int tile, int index, int pass, int filled) {
+        TileSlot& slot = slots[index];
+        __half* const own = kept + index * kSlotScratch;
+        wait_for(job - filled + 1);  // the last trace that used this slot
+        if (pass == 0) {
+            if (threadIdx.x < kPositions) {
+                const float target = tiles[int64_t(tile) * kPositions + threadIdx.x];
+                if (!(fabsf(target) <= 65504.0f)) *refused = 1;
+                slot.x[threadIdx.x] = __half2half2(__float2half_rn(target));
+            }
+            forward.enter_free();
+        } else {
+            forward.enter_at(slot.tail, own);
+        }
+        barrier_sync(kOwnersBarrier, kOwners);
+        const int start = pass == 0 ? kHalfway : 0;
+        forward.run(slot.x, start, start, own);
+        if (pass == 0) {
+            const uint32_t best = forward.cheapest_end();
+            if (threadIdx.x % 32 == 0) slot.warp_best[threadIdx.x / 32] = best;
+            barrier_sync(kOwnersBarrier, kOwners);  // before the next pass fills the row
+        }
+        barrier_arrive(kPassBarrier + (job & 1), kEncodeThreads);
+        ++job;
+    });
+    wait_for(job);
 }
 
 }  // namespace exl3

@@ -2,12 +2,12 @@
 //
 // State s at position t has 16 bits: its predecessor node is s >> D(t), the node it hands on is its low
 // 16 - D(t + 1) bits, and its top D(t + 1) bits ("head") tell which of the states that lead to that
-// node it is. A thread owns the 64 states that share the middle ten bits:
+// node it is. A thread owns the 128 states that share the middle nine bits:
 //
-//     state = top (kTop bits) : middle (10 bits) : low (kLow bits)
+//     state = top (4 bits) : middle (9 bits) : low (3 bits)
 //
-// So the 2^D(t) states of one predecessor and the heads of one node meet in one thread, as far as kLow
-// and kTop reach. Heads with more bits than kTop are spread over 2^kGroupBits neighbouring lanes.
+// So the states of one predecessor and the heads of one node meet in one thread as far as three and
+// four bits reach. Longer heads are spread over 2^kGroupBits neighbouring lanes.
 #pragma once
 
 #include "common.cuh"
@@ -16,13 +16,12 @@ namespace exl3 {
 
 constexpr int kPositions = 256;
 constexpr int kHalfway = 128;
-constexpr int kEncodeThreads = 1024;
+constexpr int kTop = 4, kMiddle = 9, kLow = 3;
+constexpr int kOwners = 1 << kMiddle;  // threads that own states
 
 template <int kHalfUnits>  // twice the bits per weight
 struct EncodeRate {
-    static constexpr int kTop = kHalfUnits <= 6 ? 3 : 4;
-    static constexpr int kLow = 6 - kTop;
-    static constexpr int kGroupBits = kHalfUnits > 8 ? kHalfUnits / 2 - kTop : 0;
+    static constexpr int kGroupBits = kHalfUnits > 2 * kTop ? kHalfUnits / 2 - kTop : 0;
     // Rows of costs are kept in memory every so many steps: more often costs bandwidth, less often
     // the trace has more candidates to recompute (at most 2^8 here). Divides 128.
     static constexpr int kKeepEvery = kHalfUnits <= 3 ? 4 : kHalfUnits <= 8 ? 2 : 1;
@@ -41,7 +40,7 @@ struct EncodeRate {
         if (kGroupBits == 0) return thread;
         const uint32_t warp = thread >> 5, lane = thread & 31;
         const uint32_t group = lane & ((1u << kGroupBits) - 1);
-        return group << (10 - kGroupBits) | warp << (5 - kGroupBits) | lane >> kGroupBits;
+        return group << (kMiddle - kGroupBits) | warp << (5 - kGroupBits) | lane >> kGroupBits;
     }
 };
 
