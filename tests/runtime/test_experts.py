@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from exl3kit.runtime.experts import RateTier, TierWeights, exl3_experts, expand_routes, rate_tiers
-from exl3kit.runtime.reference import reference_moe
+from exl3kit.runtime.reference import reference_linear, reference_moe
 from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
 from tests.kernels.cases import Experts, random_experts, random_routing, random_rows
 
@@ -166,6 +167,47 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     together = exl3_experts(x, weights, ids, tiers, "mcg", 2)
     alone = exl3_experts(x[3:4], weights[3:4], ids[3:4], tiers, "mcg", 2)
     assert_bitwise_equal(alone[0], together[3])
+
+
+def gate_and_up_differ() -> tuple[TierWeights, torch.Tensor]:
+    """Experts with 3 bits in gate and 4 in up, of which the model has one more, and a map."""
+    three, four = random_experts(E, H, S, 3, 2), random_experts(E, H, S, 4, 2)
+    pair = three.w13_trellis[0], four.w13_trellis[1]
+    return TierWeights(pair, *three[1:]), torch.tensor([4, 3, -1, 2, 1, 0], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_and_up_of_different_rates(dtype: torch.dtype) -> None:
+    tier, expert_map = gate_and_up_differ()
+    assert isinstance(tier.w13_trellis, tuple)
+    x, (weights, ids) = random_rows(TOKENS, H, dtype), random_routing(TOKENS, TOP_K, E + 1)
+    expected = torch.zeros(TOKENS, H, dtype=torch.float64)
+    for token, slot in torch.cartesian_prod(torch.arange(TOKENS), torch.arange(TOP_K)):
+        expert = int(expert_map[ids[token, slot]])
+        if expert < 0:
+            continue
+
+        def linear(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+            trellis, suh, svh = parts
+            return reference_linear(x, trellis, suh, svh, "mcg", dtype=torch.float64)
+
+        gate, up = (
+            linear(x[token], packed[expert], tier.w13_suh[side, expert], tier.w13_svh[side, expert])
+            for side, packed in enumerate(tier.w13_trellis)
+        )
+        product = torch.nn.functional.silu(gate) * up
+        down = linear(product, tier.w2_trellis[expert], tier.w2_suh[expert], tier.w2_svh[expert])
+        expected[token] += weights[token, slot] * down
+    found = exl3_experts(x, weights, ids, [replace(tier, expert_map=expert_map)], "mcg")
+    assert_three_gates(found, expected, str(dtype).removeprefix("torch."))
+
+
+def test_opcheck() -> None:
+    tier, expert_map = gate_and_up_differ()
+    assert isinstance(tier.w13_trellis, tuple)
+    rest = tier.w13_suh, tier.w13_svh, tier.w2_trellis, tier.w2_suh, tier.w2_svh, "mcg", expert_map
+    arguments = random_rows(3, H), *random_routing(3, 2, E + 1), *tier.w13_trellis, *rest
+    torch.library.opcheck(torch.ops.exl3.moe_by_expert.default, arguments)
 
 
 def test_tiers_and_maps() -> None:

@@ -8,6 +8,9 @@ Two cases, alone or together:
   expert * f + slice.
 * Tiers. Experts of one layer with different rates cannot lie in one tensor. Those of one rate are
   a tier with a launch of its own, which skips the routes of the others.
+
+A tier whose gate and up differ in rate is slower still: `exl3_moe` takes the two as one tensor, so
+its experts run one by one, as three linears each.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import silu
 
-from exl3kit.runtime.ops import exl3_moe
+from exl3kit.runtime.ops import exl3_linear, exl3_moe
+from exl3kit.runtime.reference import local_expert_ids
 
 Rates = tuple[int | float, int | float, int | float]  # bits of gate, up and down
 
@@ -47,9 +52,12 @@ def rate_tiers(rates: Sequence[Rates]) -> tuple[RateTier, ...]:
 
 @dataclass(frozen=True)
 class TierWeights:
-    """Weights of one tier as `exl3_moe` takes them; `expert_map` is None for the only tier."""
+    """Weights of one tier as `exl3_moe` takes them; `expert_map` is None for the only tier.
 
-    w13_trellis: torch.Tensor
+    Where gate and up differ in rate, `w13_trellis` is both, each int16 (E, H/16, S/16, 16 K).
+    """
+
+    w13_trellis: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     w13_suh: torch.Tensor
     w13_svh: torch.Tensor
     w2_trellis: torch.Tensor
@@ -89,19 +97,13 @@ def exl3_experts(
     weights, ids = expand_routes(topk_weights, topk_ids, slices)
 
     def run(x: torch.Tensor, tier: TierWeights) -> torch.Tensor:
-        return exl3_moe(
-            x,
-            weights,
-            ids,
-            tier.w13_trellis,
-            tier.w13_suh,
-            tier.w13_svh,
-            tier.w2_trellis,
-            tier.w2_suh,
-            tier.w2_svh,
-            codebook,
+        rest = (
+            tier.w13_suh, tier.w13_svh, tier.w2_trellis, tier.w2_suh, tier.w2_svh, codebook,
             tier.expert_map,
-        )
+        )  # fmt: skip
+        if isinstance(tier.w13_trellis, tuple):
+            return _moe_by_expert(x, weights, ids, *tier.w13_trellis, *rest)
+        return exl3_moe(x, weights, ids, tier.w13_trellis, *rest)
 
     if len(tiers) == 1:
         return run(x, tiers[0])
@@ -110,3 +112,43 @@ def exl3_experts(
     for tier in tiers[1:]:
         total += run(wide, tier)
     return total.to(x.dtype)
+
+
+@torch.library.custom_op("exl3::moe_by_expert", mutates_args=(), device_types="cpu")
+def _moe_by_expert(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_trellis: torch.Tensor,
+    up_trellis: torch.Tensor,
+    w13_suh: torch.Tensor,
+    w13_svh: torch.Tensor,
+    w2_trellis: torch.Tensor,
+    w2_suh: torch.Tensor,
+    w2_svh: torch.Tensor,
+    codebook: str,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """`exl3_moe` with a trellis each for gate and up; experts in ascending order, one at a time."""
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    local = local_expert_ids(topk_weights, topk_ids, w2_suh.shape[0], expert_map)
+    for expert in local.unique().tolist():
+        if expert < 0:
+            continue
+        tokens, slots = (local == expert).nonzero(as_tuple=True)
+        rows = x[tokens].float()
+        gate, up = (
+            exl3_linear(
+                rows, trellis[expert], w13_suh[side, expert], w13_svh[side, expert], codebook
+            )
+            for side, trellis in enumerate((gate_trellis, up_trellis))
+        )
+        product = silu(gate) * up
+        down = exl3_linear(product, w2_trellis[expert], w2_suh[expert], w2_svh[expert], codebook)
+        y.index_add_(0, tokens, topk_weights[tokens, slots].unsqueeze(1) * down)
+    return y.to(x.dtype)
+
+
+@_moe_by_expert.register_fake
+def _(x: torch.Tensor, *_: torch.Tensor | str | None) -> torch.Tensor:
+    return torch.empty_like(x)

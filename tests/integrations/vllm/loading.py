@@ -83,8 +83,8 @@ def dense_experts(path: Path, x: torch.Tensor, weights: torch.Tensor, ids: torch
     checkpoint, x = open_checkpoint(path), x.double()
     out = torch.zeros_like(x)
     for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])):
-        for rank in range(2):
-            name = f"{LAYER}.{ids[token, slot]}.{{}}.rank{rank}"
+        for rank in ("",) if checkpoint.manifest is None else (".rank0", ".rank1"):
+            name = f"{LAYER}.{ids[token, slot]}.{{}}{rank}"
             gate, up, down = (
                 checkpoint.exl3(name.format(proj)).dequantize(torch.float64)
                 for proj in ("gate_proj", "up_proj", "down_proj")

@@ -216,11 +216,6 @@ def test_linears_that_vllm_reads_itself_must_be_dense(copy: Path, leaf: str) -> 
     ("stored", "kind", "message"),
     [
         ({"suh": None}, CheckpointError, r"o_proj\.suh"),
-        (
-            {"suh": None, "su": torch.zeros(8, dtype=torch.int16)},
-            UnsupportedError,
-            "packed into su and sv",
-        ),
     ],
 )
 def test_linears_without_their_vectors(

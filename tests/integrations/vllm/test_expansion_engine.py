@@ -1,7 +1,7 @@
-"""Whole engines: a model cut for several ranks answers the same at every tp that divides them.
+"""Whole engines: a model answers the same however its experts are stored and cut.
 
 fp32 throughout. The unsliced EXL3 model is served at TP 1, its slices at TP 2 and, by expansion, on
-fewer ranks than they were cut for.
+fewer ranks than they were cut for; an R7 file against its decoded weights.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from exl3kit import quantize_tensor
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.slicing.job import slice_checkpoint
 from exl3kit.slicing.plan import SliceOptions
+from exl3kit.testing.checkpoints import write_r7
+from exl3kit.testing.dense import write_dense_twin
 from exl3kit.testing.generate import make_ordinary, make_rank_sliced
-from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
+from exl3kit.testing.tiny_model import TinyGlm4Moe, tiny_config, write_tiny_model, write_tokenizer
 from tests.integrations.vllm.engine import assert_same_tokens, generate
 
 pytestmark = pytest.mark.vllm
@@ -52,3 +54,11 @@ def test_a_model_cut_for_four_on_two_and_on_one(tmp_path: Path) -> None:
     expected = generate(whole, PROMPTS, max_tokens=TOKENS)
     for tp in (2, 1):
         assert_same_tokens(generate(cut, PROMPTS, max_tokens=TOKENS, tp=tp), expected)
+
+
+def test_r7_with_rates_of_each_projection_on_two(tmp_path: Path) -> None:
+    spec = TinyGlm4Moe(hidden_size=128, num_experts=4, num_kv_heads=4)
+    r7 = write_r7(tmp_path / "r7", tiny_config(spec), (3, 4))
+    write_tokenizer(r7)
+    expected = generate(write_dense_twin(r7, tmp_path / "dense"), PROMPTS, max_tokens=TOKENS)
+    assert_same_tokens(generate(r7, PROMPTS, max_tokens=TOKENS, tp=2), expected)

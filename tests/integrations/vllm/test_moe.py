@@ -12,6 +12,7 @@ import torch
 
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.errors import CheckpointError, Exl3Error, FormatError, SliceError, UnsupportedError
+from exl3kit.integrations.vllm import compat
 from exl3kit.integrations.vllm.facts import CheckpointFacts
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
 from exl3kit.testing.generate import make_rank_sliced
@@ -243,9 +244,12 @@ def test_different_bits_in_different_layers_are_fine(facts: CheckpointFacts) -> 
         assert rows(method, module, "w2_trellis", "w2").shape == (4, 8, 8, 16 * bits)
 
 
-def test_gate_and_up_need_the_same_bits(facts: CheckpointFacts) -> None:
+def test_on_a_gpu_gate_and_up_need_the_same_bits(
+    facts: CheckpointFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
     rates = ((3, 3, 4), (3, 3, 3), (3, 4, 3), (3, 3, 3))
     layer = dataclasses.replace(facts.experts[1], rates=rates)
     odd = dataclasses.replace(facts, experts={1: layer})
     with pytest.raises(UnsupportedError, match="layer 1, expert 2: gate has 3 bits and up 4"):
-        build_experts(odd, FakeMoE(), make_layer())
+        build_experts(odd, FakeMoE(), make_layer(), torch.float16)

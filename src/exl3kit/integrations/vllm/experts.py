@@ -92,7 +92,10 @@ class ExpertField:
         return flat.narrow(0, self._starts[tier][shard], prod(shape)).view(shape)
 
     def view(self, flat: torch.Tensor, tier: int) -> torch.Tensor:
-        """One tier as `exl3_moe` takes it: (2, R, ...) for gate and up, (R, ...) for down."""
+        """One tier as `exl3_moe` takes it: (2, R, ...) for gate and up, (R, ...) for down.
+
+        Gate and up must have one shape; a trellis of two rates is two blocks.
+        """
         first, *others = self.tensors[tier]
         shape = self._shape(tier, first)
         lead = (2,) if others else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from exl3kit.checkpoint.names import (
     layer_index,
     missing_text,
 )
-from exl3kit.checkpoint.open import R7, Checkpoint, open_checkpoint
+from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
+from exl3kit.checkpoint.signs import PACKED
 from exl3kit.checkpoint.widths import check_cut, stored_cut
 from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
 from exl3kit.format.spec import TILE, Codebook, bits_from_words
@@ -37,12 +38,16 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """The routed experts of one layer: rates of each, and whether the file has them cut by rank."""
+    """The routed experts of one layer: rates of each, and how the file has them.
+
+    Cut by rank where there is a `manifest`, else whole, `is_r7` as `r7_routed_experts` has them.
+    """
 
     layer: int
     rates: tuple[Rates, ...]
     codebook: Codebook
     manifest: RankSlicedManifest | None
+    is_r7: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -56,8 +61,9 @@ class ExpertFacts:
 
     @property
     def is_shared_h(self) -> bool:
-        """True when the H-side vectors are stored once per layer and rank."""
-        return self.manifest is not None and self.manifest.rotation_layout == SHARED_H
+        """True when the H-side vectors are stored once per layer, and per rank if cut by rank."""
+        is_sliced_so = self.manifest is not None and self.manifest.rotation_layout == SHARED_H
+        return is_sliced_so or self.is_r7
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def read_facts(path: Path, sizes: ModelSizes) -> CheckpointFacts:
     UnsupportedError for EXL3 tensors that vLLM's layers cannot take.
     """
     checkpoint = open_checkpoint(path)
-    _check_dialect(checkpoint)
+    _check_embeddings(checkpoint)
     manifest = checkpoint.manifest
     linears: dict[str, MatrixSpec] = {}
     experts: dict[int, dict[str, MatrixSpec]] = {}
@@ -120,7 +126,11 @@ def read_facts(path: Path, sizes: ModelSizes) -> CheckpointFacts:
         else:
             linears[module] = spec
     _check_linears(linears)
-    found = {layer: _whole_experts(layer, specs) for layer, specs in experts.items()}
+    r7_layers = checkpoint.r7.moe_layers if checkpoint.r7 else ()
+    found = {
+        layer: replace(_whole_experts(layer, specs), is_r7=layer in r7_layers)
+        for layer, specs in experts.items()
+    }
     if manifest is not None:
         _check_slices(checkpoint, manifest, sizes)
         found |= _sliced_experts(manifest)
@@ -143,12 +153,7 @@ def _check_slices(checkpoint: Checkpoint, manifest: RankSlicedManifest, sizes: M
         check_complete(layer, missing)
 
 
-def _check_dialect(checkpoint: Checkpoint) -> None:
-    if checkpoint.dialect == R7:
-        raise UnsupportedError(
-            f"{checkpoint.path}: r7_routed_experts cannot be served; `exl3kit slice` makes a "
-            "rank-sliced checkpoint of it if gate, up and down of each expert have the same bits"
-        )
+def _check_embeddings(checkpoint: Checkpoint) -> None:
     if tables := checkpoint.row_tables():
         raise UnsupportedError(
             f"{', '.join(tables)}: a quantised embedding cannot be served; store its weight in BF16"
@@ -156,12 +161,11 @@ def _check_dialect(checkpoint: Checkpoint) -> None:
 
 
 def _check_vectors(checkpoint: Checkpoint, module: str) -> None:
-    missing = [f"{module}.{v}" for v in ("suh", "svh") if not checkpoint.has(f"{module}.{v}")]
-    if any(checkpoint.has(name.removesuffix("h")) for name in missing):
-        raise UnsupportedError(
-            f"{module}: signs packed into su and sv (an early EXL3) cannot be served; "
-            "convert the model again with a newer exllamav3"
-        )
+    missing = []
+    for field, packed in PACKED.items():
+        name = checkpoint.shared_name(module, field) or f"{module}.{field}"
+        if not checkpoint.has(name) and not checkpoint.has(f"{module}.{packed}"):
+            missing.append(name)
     if missing:
         raise CheckpointError(missing_text(module, missing))
 

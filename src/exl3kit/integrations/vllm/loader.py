@@ -18,6 +18,7 @@ import torch
 from exl3kit.checkpoint.manifest import BLOCK_KEY, RankSlicedManifest
 from exl3kit.checkpoint.names import check_rank_sliced_marker, layer_index, normalise_name
 from exl3kit.checkpoint.runtime_checks import owned_ranks
+from exl3kit.checkpoint.signs import is_packed, unpack_signs
 from exl3kit.errors import CheckpointError
 from exl3kit.integrations.vllm import compat
 from exl3kit.integrations.vllm.config import METHOD, Exl3Config
@@ -30,6 +31,8 @@ _logger = logging.getLogger("vllm.exl3kit")  # vLLM shows what is logged below i
 _RANK_TENSOR = re.compile(r"\.rank\d+\.(trellis|suh|svh|mcg|mul1)$")
 _RANK_MARKER = re.compile(r"\.rank\d+\.(mcg|mul1)$")
 _EXPERT_TRELLIS = re.compile(r"\.experts\.\d+\.[^.]+\.trellis$")
+_R7_SHARED = re.compile(r"(?P<stem>.+\.experts)\.r7_shared\.(?P<vector>gate_up_suh|down_svh)")
+_R7_USERS = {"gate_up_suh": ("gate_proj.suh", "up_proj.suh"), "down_svh": ("down_proj.svh",)}
 _DRAFT_HEAD = re.compile(r"\.shared_head\.head\.(trellis|suh|svh|mcg|mul1)$")
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -126,7 +129,7 @@ def local_weights(
     2-D, its last two dimensions merged, and slices lie behind one another. `ExpertField` undoes it.
     """
     slices = SliceJoiner(ranks)
-    for stored_name, stored in weights:
+    for stored_name, stored in _plain_vectors(weights):
         name, rank = _without_rank(stored_name, facts.manifest)
         is_foreign = rank is not None and rank not in ranks
         if is_foreign or _is_draft_head(name, facts):
@@ -139,6 +142,18 @@ def local_weights(
         if tensor is not None:
             yield name, tensor
     slices.check_done()
+
+
+def _plain_vectors(weights: Weights) -> Weights:
+    """Packed signs as the vectors they stand for; what r7 shares as vectors of expert 0."""
+    for name, tensor in weights:
+        if is_packed(name):
+            yield f"{name}h", unpack_signs(tensor, name)
+        elif match := _R7_SHARED.fullmatch(name):
+            for user in _R7_USERS[match["vector"]]:
+                yield f"{match['stem']}.0.{user}", tensor
+        else:
+            yield name, tensor
 
 
 def _is_draft_head(name: str, facts: CheckpointFacts) -> bool:

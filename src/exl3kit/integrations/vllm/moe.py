@@ -22,7 +22,7 @@ from exl3kit.runtime.experts import RateTier, TierWeights, exl3_experts, rate_ti
 
 _ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # in the order of a tier's rates
 _H_SIDE = {("w1", "suh"), ("w3", "suh"), ("w2", "svh")}
-_ARGUMENTS = [f"{group}_{field}" for group in SHARDS for field in ("trellis", "suh", "svh")]
+_R7_SHARED = {"w1": "gate_up_suh", "w3": "gate_up_suh", "w2": "down_svh"}
 
 
 class Exl3MoEMethod(FusedMoEMethodBase):
@@ -109,6 +109,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
 
     def _label(self, layer: Any, shard: str, field: str) -> str:
         """The checkpoint's name; layers of vLLM <= 0.23 do not tell projection names."""
+        if self.facts.is_r7 and self._is_shared(shard, field):
+            return f"{self.prefix}.r7_shared.{_R7_SHARED[shard]}"
         projection = getattr(layer, f"ckpt_{_ROLES[shard]}_name", _ROLES[shard])
         expert = "shared_h" if self._is_shared(shard, field) else "{expert}"
         rank = ".rank{rank}" if self.facts.is_sliced else ""
@@ -138,12 +140,27 @@ class Exl3MoEMethod(FusedMoEMethodBase):
 
         vLLM adds shared experts, scales and reduces; the arguments it passes for that are ignored.
         """
-        tiers = [
-            TierWeights(
-                *(self.fields[name].view(getattr(layer, name), index) for name in _ARGUMENTS),
-                expert_map=expert_map,
-            )
-            for index, expert_map in enumerate(self.maps)
-        ]
+        tiers = [self._weights(layer, index) for index in range(len(self.tiers))]
         codebook, slices = str(self.facts.codebook), len(self.ranks)
         return exl3_experts(x, topk_weights, topk_ids, tiers, codebook, slices)
+
+    def _weights(self, layer: Any, tier: int) -> TierWeights:
+        """Views of the parameters, nothing is copied."""
+
+        def view(name: str) -> torch.Tensor:
+            return self.fields[name].view(getattr(layer, name), tier)
+
+        def gate_and_up() -> tuple[torch.Tensor, torch.Tensor]:
+            field, flat = self.fields["w13_trellis"], layer.w13_trellis
+            return field.block(flat, tier, "w1"), field.block(flat, tier, "w3")
+
+        gate, up, _ = self.tiers[tier].rates
+        return TierWeights(
+            w13_trellis=view("w13_trellis") if gate == up else gate_and_up(),
+            w13_suh=view("w13_suh"),
+            w13_svh=view("w13_svh"),
+            w2_trellis=view("w2_trellis"),
+            w2_suh=view("w2_suh"),
+            w2_svh=view("w2_svh"),
+            expert_map=self.maps[tier],
+        )
