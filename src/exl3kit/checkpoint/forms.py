@@ -14,9 +14,10 @@ from exl3kit.checkpoint.fp8 import FP8_DTYPES, SCALE_FIELD, block_size
 from exl3kit.checkpoint.modules import exl3_parts
 from exl3kit.checkpoint.names import TensorRule, check_rule
 from exl3kit.checkpoint.open import Checkpoint
+from exl3kit.checkpoint.widths import padded
 from exl3kit.errors import CheckpointError, FormatError
 from exl3kit.format.row_table import GROUP, row_table_bits
-from exl3kit.format.spec import HADAMARD_BLOCK, TILE, bits_from_words
+from exl3kit.format.spec import TILE, bits_from_words
 
 EXL3_FIELDS = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1")
 
@@ -61,9 +62,10 @@ def _plain_form(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> St
     """A bias beside a trellis has the padded length; all other shapes are exact."""
     info = checkpoint.info(name)
     module = name.rpartition(".")[0]
-    is_padded = name.endswith(".bias") and checkpoint.has(f"{module}.trellis")
+    if name.endswith(".bias") and checkpoint.has(f"{module}.trellis"):
+        shape = tuple(map(padded, shape))
     form = StoredForm()
-    form.check(checkpoint, name, TensorRule(info.dtype, _padded(shape) if is_padded else shape))
+    form.check(checkpoint, name, TensorRule(info.dtype, shape))
     if not (info.dtype.is_floating_point or form.faults):
         form.faults.append(f"tensor {name!r}: expected a floating-point dtype, got {info.dtype}")
     if info.dtype in FP8_DTYPES and len(shape) == 2:
@@ -90,18 +92,18 @@ def _exl3_form(
 ) -> StoredForm:
     """One EXL3 linear of (out, in) = `shape` padded to 128, or slices of its intermediate side."""
     form, cut = StoredForm(), 1 if module.endswith("down_proj") else 0
-    padded = list(_padded(shape))
+    full = list(map(padded, shape))
     total, is_sliced = 0, parts != [module]
     for part in parts:
-        sizes = list(padded)
+        sizes = list(full)
         trellis = checkpoint.info(f"{part}.trellis").shape
         if is_sliced and len(trellis) == 3:
             sizes[cut] = TILE * trellis[1 - cut]
         total += sizes[cut]
         _check_linear(checkpoint, form, part, (sizes[0], sizes[1]))
-    if is_sliced and total != padded[cut]:
+    if is_sliced and total != full[cut]:
         form.faults.append(
-            f"module {module!r}: slices must be {padded[cut]} channels wide together, got {total}"
+            f"module {module!r}: slices must be {full[cut]} channels wide together, got {total}"
         )
     return form
 
@@ -148,7 +150,3 @@ def _row_table_form(checkpoint: Checkpoint, module: str, shape: tuple[int, ...])
     form.check(checkpoint, f"{module}.trellis", TensorRule(torch.int16, (shape[0], width)))
     form.check(checkpoint, f"{module}.signs", TensorRule(torch.float16, (groups, GROUP)))
     return form
-
-
-def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(-(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK for size in shape)

@@ -21,6 +21,7 @@ from exl3kit.checkpoint.fp8 import SCALE_FIELD
 from exl3kit.checkpoint.header import DTYPE_NAMES
 from exl3kit.checkpoint.r7 import BLOCK_KEY as R7_KEY
 from exl3kit.checkpoint.r7 import R7Manifest, r7_shared_name
+from exl3kit.checkpoint.widths import padded
 from exl3kit.checkpoint.writer import CheckpointWriter
 from exl3kit.format.row_table import GROUP
 from exl3kit.format.spec import HADAMARD_BLOCK, TILE, words_per_tile
@@ -194,13 +195,9 @@ def _is_dense(spec: LinearSpec) -> bool:
     return spec.name.endswith(_DENSE)
 
 
-def _padded(size: int) -> int:
-    return -(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK
-
-
 def _random_linear(spec: LinearSpec, bits: int | float, codebook: str) -> dict[str, torch.Tensor]:
     seed = zlib.crc32(spec.name.encode())
-    ins, outs = _padded(spec.in_features), _padded(spec.out_features)
+    ins, outs = padded(spec.in_features), padded(spec.out_features)
     tensors = random_exl3(ins, outs, bits, codebook, seed).tensors()
     tensors["svh"][spec.out_features :] = 0  # padding decodes to zeros, as exllamav3 leaves it
     return tensors
