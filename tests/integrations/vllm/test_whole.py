@@ -84,11 +84,25 @@ def test_a_missing_shared_vector_goes_by_its_name(r7: Path) -> None:
         method.process_weights_after_loading(layer)
 
 
+class Narrow(FakeMoE):
+    """192 channels an expert: 96 on each of two ranks, as vLLM counts."""
+
+    @property
+    def intermediate_size_per_partition(self) -> int:
+        return 192 // self.tp_size
+
+
 def test_padded_width(tmp_path: Path) -> None:
-    """A width of 192 is stored as 256: two ranks of 128 channels, half of the second one zeros."""
-    sizes = replace(SIZES, moe_intermediate_size=192)
+    """A width of 192 is stored as 256: two ranks of 128, half of the second one padding."""
     config = tiny_config(replace(SPEC, moe_intermediate_size=192))
     path = write_ordinary(tmp_path / "m", config, OrdinaryOptions(bits=3))
-    facts, layer = read_facts(path, sizes), make_layer()
-    method = build_experts(facts, FakeMoE(), layer)
-    assert method.fields["w2_suh"].tensors[0]["w2"].local == (128,)
+    facts = read_facts(path, replace(SIZES, moe_intermediate_size=192))
+    x, weights, ids = route(SPEC.num_experts)
+    found = torch.zeros_like(x)
+    for rank in range(2):
+        method = build_experts(facts, Narrow(tp_rank=rank), layer := make_layer())
+        load(layer, stored(open_checkpoint(path)), facts)
+        method.process_weights_after_loading(layer)
+        assert method.fields["w2_suh"].tensors[0]["w2"].local == (128,)
+        found += method.apply(layer, x, weights, ids)
+    assert_three_gates(found, dense_experts(path, x, weights, ids), "float32")
