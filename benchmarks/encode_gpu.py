@@ -185,10 +185,14 @@ def find_peer() -> Peer | None:
 def report(results: dict[str, Any]) -> str:
     """Markdown of what the JSON file holds."""
     about = [f"- {key}: {value}" for key, value in results.items() if isinstance(value, str | int)]
-    lines = ["# CUDA encoder and quantiser", "", *about, ""]
-    lines += ["Encoder alone, eight tiles a multiprocessor, states equal to the CPU's:", ""]
-    lines += [
-        "| bits | ms for a tile on every multiprocessor | Mweights/s |",
+    lines = [
+        "# CUDA encoder and quantiser",
+        "",
+        *about,
+        "",
+        "Encoder alone, eight tiles a multiprocessor, states equal to the CPU's:",
+        "",
+        "| bits | ms a tile and multiprocessor | Mweights/s |",
         "| --- | --- | --- |",
     ]
     lines += [
@@ -197,10 +201,12 @@ def report(results: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        "Whole matrices, everything from weight and Hessian to packed tensors; of several",
+        "Whole matrices, from weight and Hessian to packed tensors; several matrices share one",
+        "Hessian. Proxy error: the mean over matrices.",
+        "",
+        "| matrices | quantiser | s | Mweights/s | proxy error |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    lines += ["matrices the Hessian is one. Proxy error: the mean over matrices.", ""]
-    lines += ["| matrices | quantiser | s | Mweights/s | proxy error |", "| --- " * 5 + "|"]
     for row in results["matrices"]:
         for name in ("exl3kit", "exl3kit, its feedback", "exllamav3"):
             if name in row:
@@ -212,9 +218,9 @@ def report(results: dict[str, Any]) -> str:
                 )
     lines += [
         "",
-        "Its feedback: by signs alone, as exllamav3 does by default; the default of exl3kit",
+        "Its feedback: by signs alone, as exllamav3 does by default; that of exl3kit takes channel",
+        "scales in too, and the test matrices have loud channels.",
     ]
-    lines += ["takes channel scales in too, and the test matrices have loud channels."]
     return "\n".join(lines) + "\n"
 
 

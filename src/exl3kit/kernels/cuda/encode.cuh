@@ -13,7 +13,9 @@
 //
 // Floor: 2 passes * 256 positions * 65,536 states = 33.6 M evaluations a tile, at three bits 88
 // instructions for 64 of them at 128 a cycle and multiprocessor: 0.36 M cycles a tile, 180 M weights a
-// second on 132 multiprocessors at 1.9 GHz before any wait.
+// second on 132 multiprocessors at 1.9 GHz before any wait. Reached: half of that, see
+// benchmarks/results/encode_gpu.md. The rest is a barrier and a latency of shared memory a step, and
+// the stores of kept rows (a tenth).
 #pragma once
 
 #include <cuda_fp16.h>
