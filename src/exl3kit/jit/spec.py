@@ -69,7 +69,7 @@ def _cxx(value: int | bool | str) -> str:
 
 
 def check_arch(arch: str) -> str:
-    """`arch` if it has the form of a compiler target, "sm_86" or "sm_90a"; else UnsupportedError."""
+    """`arch` if it looks like a compiler target, "sm_86" or "sm_90a"; else UnsupportedError."""
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise UnsupportedError(
             f"architecture: expected a target such as {' or '.join(ARCHES)}, got {arch!r}"
