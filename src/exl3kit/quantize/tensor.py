@@ -105,8 +105,8 @@ def quantize_tensors(
 
     One matrix offers the encoder out/16 tiles at a time; 256 x 128 slices one by one leave
     threads idle, and so does a GPU with less than 2,048 columns. All are on one device. `signs`,
-    `scales` and `seeds` (default 0, 1, ...) are one a matrix. Memory: about 40 in (in + out) bytes
-    a matrix.
+    `scales` and `seeds` (default 0, 1, ...) are one a matrix. Memory: at most 64 in^2 + 96 in out
+    bytes a matrix.
     """
     name = check_codebook(codebook)
     rate = check_bits(bits, name)
