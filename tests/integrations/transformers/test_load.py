@@ -239,18 +239,9 @@ def test_exl3_router_is_refused(ordinary: Callable[..., Path]) -> None:
         load(edit(ordinary("qwen3_moe"), change))
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (OrdinaryOptions(embedding_bits=4), r"model\.embed_tokens: expected a \.weight"),
-        (OrdinaryOptions(has_packed_signs=True), r"signs packed into su and sv"),
-    ],
-)
-def test_forms_that_modules_cannot_hold(
-    options: OrdinaryOptions, words: str, ordinary: Callable[..., Path]
-) -> None:
-    with pytest.raises(UnsupportedError, match=words):
-        load(ordinary("llama", options))
+def test_row_table_is_refused(ordinary: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedError, match=r"model\.embed_tokens: expected a \.weight"):
+        load(ordinary("llama", OrdinaryOptions(embedding_bits=4)))
 
 
 def test_fp8_beside_exl3_is_refused(ordinary: Callable[..., Path]) -> None:

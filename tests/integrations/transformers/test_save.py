@@ -13,6 +13,7 @@ from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import UnsupportedError
 from exl3kit.models.registry import model_map
+from exl3kit.testing.checkpoints import OrdinaryOptions
 from exl3kit.testing.compare import assert_bitwise_equal
 from tests.integrations.transformers.conftest import load, logits, tokens
 
@@ -44,6 +45,11 @@ def test_ordinary(model_type: str, ordinary: Callable[..., Path]) -> None:
     assert saved.dialect == "ordinary"
     quantization = saved.config["quantization_config"]
     assert quantization["version"] == "1.6.5" and quantization["head_bits"] == 6
+
+
+def test_packed_signs_stay_packed(ordinary: Callable[..., Path]) -> None:
+    source = ordinary("qwen3_moe", OrdinaryOptions(has_packed_signs=True))
+    assert check_saved(source, dtype=torch.float16).has("model.layers.0.self_attn.q_proj.su")
 
 
 @pytest.mark.parametrize("rotation_layout", ["per_expert_v1", "shared_h_v1"])

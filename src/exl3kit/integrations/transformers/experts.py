@@ -20,7 +20,13 @@ from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.names import PROJECTIONS, shared_h_name
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.format.tensors import Exl3Tensor
-from exl3kit.integrations.transformers.linear import crop, extend, register_tensor, without_cast
+from exl3kit.integrations.transformers.linear import (
+    crop,
+    extend,
+    register_tensor,
+    stored_fields,
+    without_cast,
+)
 from exl3kit.runtime.experts import TierWeights, exl3_experts, rate_tiers
 
 Slice = tuple[Exl3Tensor, Exl3Tensor, Exl3Tensor]  # gate, up and down of one rank's part
@@ -83,7 +89,7 @@ class Exl3Experts(torch.nn.Module):
         return gate, up, down
 
     def _tensor(self, path: str) -> Exl3Tensor:
-        fields = dict(self.get_submodule(path).named_buffers())
+        fields = stored_fields(self.get_submodule(path), f"{self.name}.{path}")
         for field in ("suh", "svh"):
             shared = shared_h_name(f"{self.name}.{path}", field)
             if field not in fields and shared is not None:

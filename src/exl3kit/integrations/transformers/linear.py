@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from exl3kit.checkpoint.forms import EXL3_FIELDS
 from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.checkpoint.signs import unpack_signs
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.runtime.ops import exl3_linear
 
-FIELDS = ("trellis", "suh", "svh", "mcg", "mul1", "bias")
+FIELDS = (*EXL3_FIELDS, "bias")
 
 
 def register_tensor(module: torch.nn.Module, path: str, info: TensorInfo) -> None:
@@ -36,6 +38,16 @@ def without_cast(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., to
     float buffers are shown as such.
     """
     return lambda t: fn(t.view(torch.int16)).view(t.dtype) if t.is_floating_point() else fn(t)
+
+
+def stored_fields(module: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """What `Exl3Tensor` takes of a module's buffers; signs of an early EXL3 are unpacked."""
+    fields = dict(module.named_buffers())
+    for vector in ("suh", "svh"):
+        words = fields.pop(vector.removesuffix("h"), None)
+        if words is not None and vector not in fields:
+            fields[vector] = unpack_signs(words, f"{name}.{vector}")
+    return fields
 
 
 def extend(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -65,8 +77,15 @@ class Exl3Linear(torch.nn.Module):
         self.codebook = next((name for name in ("mcg", "mul1") if name in fields), "3inst")
 
     def finish(self, name: str) -> None:
-        """Check the loaded values; FormatError names the tensor, `name` being the module's."""
-        Exl3Tensor(**dict(self.named_buffers()), name=name)
+        """Check the loaded values; FormatError names the tensor, `name` being the module's.
+
+        Vectors made of packed signs are kept beside these and are not saved.
+        """
+        fields = stored_fields(self, name)
+        Exl3Tensor(**fields, name=name)
+        for vector in ("suh", "svh"):
+            if vector not in self._buffers:
+                self.register_buffer(vector, fields[vector], persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, in_features) -> (…, out_features) in the dtype of x."""

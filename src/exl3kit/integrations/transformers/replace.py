@@ -52,8 +52,8 @@ def check_checkpoint(checkpoint: Checkpoint, model: DecoderMap) -> None:
         )
     if checkpoint.dialect == R7:
         raise UnsupportedError(
-            f"{checkpoint.path}: r7_routed_experts are not supported; expected an ordinary EXL3 or "
-            "a rank-sliced checkpoint"
+            f"{checkpoint.path}: r7_routed_experts are not supported; cut the file with "
+            "`exl3kit slice` first"
         )
     if faults := structure_faults(checkpoint, model):
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(faults[:_SHOWN]))
@@ -61,12 +61,6 @@ def check_checkpoint(checkpoint: Checkpoint, model: DecoderMap) -> None:
         raise UnsupportedError(f"{', '.join(tables)}: expected a .weight, got a row table")
     if fp8 := [name for name, info in checkpoint.infos.items() if info.dtype in FP8_DTYPES]:
         raise UnsupportedError(f"tensor {fp8[0]!r}: expected BF16, FP16 or FP32, got FP8")
-    packed = [name for name in checkpoint.infos if name.endswith((".su", ".sv"))]
-    if packed:
-        raise UnsupportedError(
-            f"tensor {packed[0]!r}: signs packed into su and sv (an early EXL3) are not supported; "
-            "convert the model again with a newer exllamav3"
-        )
 
 
 def replace_modules(root: torch.nn.Module, prefix: str, checkpoint: Checkpoint) -> None:
