@@ -35,6 +35,10 @@ def test_quantize_then_verify_then_eval(runner: CliRunner, source: Path, tmp_pat
     assert result.exit_code == 0, result.stderr
     assert "gate_proj" in result.stdout and "mean proxy error" in result.stdout
     assert runner.invoke(app, ["verify", str(out)]).exit_code == 0
+    table = runner.invoke(app, ["report", str(out)]).stdout
+    assert table and table in result.stdout
+    lines = json.loads(runner.invoke(app, ["report", str(out), "--json"]).stdout)
+    assert [line["module"] for line in lines] == ["gate_proj", "up_proj", "down_proj"]
 
     reached = {}
     for folder in (source, out):
@@ -53,3 +57,9 @@ def test_refusal_is_one_line_and_exit_code_2(
     assert "tp values that work: 1" in result.stderr
     assert "Traceback" not in result.stderr
     assert not out.exists()
+
+
+def test_report_needs_a_log(runner: CliRunner, source: Path) -> None:
+    result = runner.invoke(app, ["report", str(source)])
+    assert result.exit_code == 2
+    assert "quantization_log.jsonl: expected the log" in " ".join(result.stderr.split())

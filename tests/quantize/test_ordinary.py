@@ -73,6 +73,7 @@ def test_metadata_is_exllamav3s(source: Path, tmp_path: Path) -> None:
         "out_scales": "always",
     }
     assert config["calibration"] == {"rows": 4, "cols": 64}
+    assert config["producer"]["name"] == "exl3kit"  # a bare string stops vLLM
     h, i, qkvo = 128, 256, 128 * (128 + 64 + 64 + 128)
     dense_mlp, shared, experts = 3 * h * i, 3 * h * i, 2 * 3 * h * i
     budget = 3 * qkvo + dense_mlp + 2 * shared + 2 * experts  # one dense and two MoE layers

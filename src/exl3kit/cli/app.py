@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from exl3kit import __version__
-from exl3kit.cli import cache, env, eval, generate, inspect, quantize, slice, verify
+from exl3kit.cli import cache, env, eval, generate, inspect, quantize, report, slice, verify
 from exl3kit.cli.console import print_error
 from exl3kit.errors import Exl3Error
 
@@ -56,6 +56,7 @@ def _options(
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(quantize.quantize)
+app.command()(report.report)
 app.command("slice")(slice.slice_)
 app.command("eval")(eval.evaluate)
 app.command()(generate.generate)

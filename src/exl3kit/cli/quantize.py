@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from exl3kit.cli.console import err, out
+from exl3kit.cli.report import error_table
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -197,20 +198,12 @@ def _progress() -> Progress:
 
 
 def _print(report: QuantizeReport, output: Path) -> None:
-    from rich.table import Table
-
     from exl3kit.quantize.report import REPORT_NAME
 
-    table = Table("layer", "linear", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("bits", "scale g", "mean proxy error", "max proxy error"):
-        table.add_column(heading, justify="right")
-    for line in report.summaries():
-        layer = "" if line.layer is None else str(line.layer)
-        errors = f"{line.mean_proxy_error:.5f}", f"{line.max_proxy_error:.5f}"
-        table.add_row(layer, line.module, f"{line.bits:g}", f"{line.scale:.3f}", *errors)
-    out.print(table)
+    out.print(error_table(report.summaries()))
     _print_coverage(report)
-    out.print(f"{output}: mean proxy error {report.mean_proxy_error:.5f}; see {REPORT_NAME}")
+    summary = f"{output}: mean proxy error {report.mean_proxy_error:.5f}; see {REPORT_NAME}"
+    out.print(summary, markup=False, soft_wrap=True)
 
 
 def _print_coverage(report: QuantizeReport) -> None:

@@ -25,6 +25,7 @@ from exl3kit._version import __version__
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.quantize.calibration import Calibration, calibration_rows
 from exl3kit.quantize.journal import LOG_NAME, Journal
+from exl3kit.quantize.memory import warn_of_memory
 from exl3kit.quantize.output import output_config, output_files
 from exl3kit.quantize.preflight import (
     JobPlan,
@@ -64,6 +65,7 @@ def quantize_checkpoint(
         checkpoint.path, vocab_size, calibration, *size, options.seed, text_field
     )
     check_disk(out, plan)
+    warn_of_memory(plan)
     with claimed(out, _identity(plan, texts)) as work, Journal(out / LOG_NAME) as journal:
         state = State.read(work)
         if not state.is_checked:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from exl3kit.checkpoint.atomic import disk_errors
+from exl3kit.errors import CheckpointError
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.quantize.hessian import Coverage
 
@@ -49,15 +50,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines: dict[str, tuple[MatrixResult, int]] = {}
-        data = path.read_bytes() if path.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            record: dict[str, Any] = json.loads(line)
-            del record["seconds"]
-            crc = record.pop("crc32")
-            record["coverage"] = Coverage(record["coverage"])
-            self._lines[record["name"]] = MatrixResult(**record), crc
+        whole = _whole_lines(path) if path.exists() else b""
+        self._lines = _parse(whole)
         with disk_errors(path.parent):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             os.ftruncate(self._descriptor, len(whole))
@@ -92,6 +86,35 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
+
+
+def read_log(folder: Path) -> list[MatrixResult]:
+    """The matrices that the log of an output folder has, finished or not, in the order they came.
+
+    CheckpointError if there is no log.
+    """
+    path = folder / LOG_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{path}: expected the log of `exl3kit quantize`, found none")
+    return [result for result, _ in _parse(_whole_lines(path)).values()]
+
+
+def _whole_lines(path: Path) -> bytes:
+    """The log without a last line that was cut short."""
+    data = path.read_bytes()
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _parse(data: bytes) -> dict[str, tuple[MatrixResult, int]]:
+    """Result and CRC-32 by name; of a matrix that was made again, the last."""
+    found: dict[str, tuple[MatrixResult, int]] = {}
+    for line in data.splitlines():
+        record: dict[str, Any] = json.loads(line)
+        del record["seconds"]
+        crc = record.pop("crc32")
+        record["coverage"] = Coverage(record["coverage"])
+        found[record["name"]] = MatrixResult(**record), crc
+    return found
 
 
 def crc32(parts: Iterable[Exl3Tensor]) -> int:

@@ -38,8 +38,7 @@ def quantization_config(
         "calibration": {key: calibration[key] for key in ("rows", "cols")},
         "out_scales": "always",
         "codebook": str(contents.codebook),
-        "producer": "exl3kit",
-        "producer_version": __version__,
+        "producer": {"name": "exl3kit", "version": __version__},  # vLLM asks for producer.name
     }
     if mtp.experts or mtp.modules:
         config["mtp_bits"] = round(float(mtp.average_bits(contents.model)), 2)

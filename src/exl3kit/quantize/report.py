@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,11 +48,7 @@ class QuantizeReport:
 
     def summaries(self) -> list[ModuleSummary]:
         """One line a layer and linear, in the order of the checkpoint."""
-        groups: dict[tuple[int | None, str], list[MatrixResult]] = {}
-        for result in self.results:
-            place = Place.of(result.name)
-            groups.setdefault((place.layer, place.module), []).append(result)
-        return [_summary(*key, results) for key, results in groups.items()]
+        return summarise(self.results)
 
     def coverage(self) -> list[LayerCoverage]:
         """What the routed experts of each layer were calibrated on."""
@@ -72,6 +69,15 @@ class QuantizeReport:
             "summary": [asdict(summary) for summary in self.summaries()],
             "proxy_error": {result.name: result.proxy_error for result in self.results},
         }
+
+
+def summarise(results: Iterable[MatrixResult]) -> list[ModuleSummary]:
+    """One line a layer and linear, in the order they come first."""
+    groups: dict[tuple[int | None, str], list[MatrixResult]] = {}
+    for result in results:
+        place = Place.of(result.name)
+        groups.setdefault((place.layer, place.module), []).append(result)
+    return [_summary(*key, found) for key, found in groups.items()]
 
 
 def _summary(layer: int | None, module: str, results: list[MatrixResult]) -> ModuleSummary:
