@@ -1,9 +1,10 @@
 """Quality of the demo model at every rate: divergence from BF16 on its held-out text.
 
-    python benchmarks/demo_quality.py [--bits 2 2.5 3 3.25 4 5 6] [--seed 0] [--work DIR]
+    python benchmarks/demo_quality.py [--bits 2 2.5 3 3.25 4 5 6] [--windows 40] [--work DIR]
 
 Each case quantises the routed experts for two ranks (2.5 and 3.25: a mean shared out over experts)
-and runs all of held_out.txt through both models. Writes demo_quality.json, .md and .png.
+and runs windows spread over held_out.txt through both models. Writes demo_quality.json, .md and
+.png.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from facts import ROOT, bullet_list, facts
+from torch import Tensor
 
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.evaluate.compare import compare_states
@@ -46,12 +48,12 @@ class Case:
 class Bench:
     """The reference on the held-out text, and the cases measured against it."""
 
-    def __init__(self, seed: int, work: Path) -> None:
+    def __init__(self, seed: int, windows: int, work: Path) -> None:
         self._seed, self._work = seed, work
         checkpoint = open_checkpoint(MODEL)
         text = (MODEL / "held_out.txt").read_text(encoding="utf-8")
         vocab_size = model_map(checkpoint.config).vocab_size
-        self._tokens = text_windows(text, MODEL, vocab_size, WINDOW)
+        self._tokens = spread(text_windows(text, MODEL, vocab_size, WINDOW), windows)
         self._reference: FinalStates = final_states(checkpoint, self._tokens)
 
     def measure(self, bits: float) -> Case:
@@ -64,6 +66,11 @@ class Bench:
         states = final_states(open_checkpoint(out), self._tokens)
         quality = summarize(compare_states(states, self._reference, self._tokens))
         return Case(bits, quality, mean(errors.values()))
+
+
+def spread(rows: Tensor, most: int) -> Tensor:
+    """At most that many token rows, evenly from all: chat and prose lie in different parts."""
+    return rows[:: -(-len(rows) // most)]
 
 
 def markdown(header: dict[str, str], cases: list[Case]) -> str:
@@ -88,9 +95,9 @@ KLD in nats a token; in brackets 95 % intervals over windows.
 {errors}"""
 
 
-def run(bits: list[float], seed: int, work: Path, out: Path) -> None:
+def run(bits: list[float], seed: int, windows: int, work: Path, out: Path) -> None:
     """Measure all cases and write the three files."""
-    header, bench, cases = facts(), Bench(seed, work), []
+    header, bench, cases = facts(), Bench(seed, windows, work), []
     for rate in sorted(bits):
         cases.append(bench.measure(rate))
         print(cases[-1], flush=True)
@@ -108,11 +115,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bits", type=float, nargs="+", default=BITS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--windows", type=int, default=40, help=f"of {WINDOW} tokens, at most")
     parser.add_argument("--work", type=Path, help="keeps the quantised models here")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run(options.bits, options.seed, options.work or Path(folder), options.out)
+        work = options.work or Path(folder)
+        run(options.bits, options.seed, options.windows, work, options.out)
 
 
 if __name__ == "__main__":
