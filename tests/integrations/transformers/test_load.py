@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from exl3kit.checkpoint.r7 import BLOCK_KEY as R7_KEY
 from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
 from exl3kit.integrations.transformers import Exl3Config
 from exl3kit.integrations.transformers.experts import Exl3Experts
 from exl3kit.integrations.transformers.linear import Exl3Linear
-from exl3kit.testing.checkpoints import OrdinaryOptions, write_plain, write_r7
+from exl3kit.testing.checkpoints import OrdinaryOptions, write_plain
 from exl3kit.testing.dense import write_dense_twin
 from exl3kit.testing.generate import random_exl3
 from exl3kit.testing.tiny_configs import tiny_config_of
@@ -212,11 +211,12 @@ def test_padding_that_is_not_zero_is_refused(ordinary: Callable[..., Path]) -> N
         load(checkpoint)
 
 
-def test_gate_and_up_of_two_rates_are_refused(ordinary: Callable[..., Path]) -> None:
-    other = random_exl3(128, 128, 5, "mul1").trellis
-    checkpoint = edit(ordinary("qwen3_moe"), _replace(f"{GATE}.trellis", other))
-    with pytest.raises(UnsupportedError, match=rf"{GATE}: 5 bits mul1"):
-        load(checkpoint)
+def test_codebooks_of_one_layer_must_be_one(ordinary: Callable[..., Path]) -> None:
+    def change(tensors: Tensors) -> None:
+        del tensors[f"{GATE}.mul1"]
+
+    with pytest.raises(UnsupportedError, match=rf"{GATE}: expected codebook mul1.*got 3inst"):
+        load(edit(ordinary("qwen3_moe"), change))
 
 
 def test_dense_expert_beside_exl3_is_refused(ordinary: Callable[..., Path]) -> None:
@@ -256,13 +256,6 @@ def test_fp8_beside_exl3_is_refused(ordinary: Callable[..., Path]) -> None:
     block = {**config["quantization_config"], "weight_block_size": [128, 128]}
     with pytest.raises(UnsupportedError, match=rf"{Q_PROJ}\.weight.*got FP8"):
         load(edit_config(checkpoint, quantization_config=block))
-
-
-def test_r7_is_refused(tmp_path: Path) -> None:
-    checkpoint = write_r7(tmp_path / "r7", tiny_config_of("glm4_moe"))
-    assert R7_KEY in json.loads((checkpoint / "config.json").read_text())["quantization_config"]
-    with pytest.raises(UnsupportedError, match="r7_routed_experts are not supported"):
-        load(checkpoint)
 
 
 @pytest.mark.parametrize("method", ["exl3", "modelopt"])

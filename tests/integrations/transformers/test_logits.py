@@ -11,9 +11,9 @@ import torch
 
 from exl3kit.integrations.transformers.experts import Exl3Experts
 from exl3kit.integrations.transformers.linear import Exl3Linear
-from exl3kit.testing.checkpoints import OrdinaryOptions
+from exl3kit.testing.checkpoints import OrdinaryOptions, write_r7
 from exl3kit.testing.dense import write_dense_twin
-from exl3kit.testing.tiny_configs import MODEL_TYPES, MOE_TYPES, MTP_TYPES
+from exl3kit.testing.tiny_configs import MODEL_TYPES, MOE_TYPES, MTP_TYPES, tiny_config_of
 from tests.integrations.transformers.conftest import Agreement, agreement, load, logits, tokens
 
 MIN_COSINE = 0.99999
@@ -96,6 +96,13 @@ def test_half_integer_bits(
     ordinary: Callable[..., Path], record_property: Callable[[str, object], None]
 ) -> None:
     check_equal(ordinary("deepseek_v3", OrdinaryOptions(bits=2.5)), record_property)
+
+
+def test_r7(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """Shared vectors, and a rate of its own for every projection, gate and up included."""
+    keys = {"hidden_size": 128, "moe_intermediate_size": 128}
+    config = {**tiny_config_of("glm4_moe", num_experts=3, mtp_layers=1), **keys}
+    check_equal(write_r7(tmp_path / "r7", config, (3, 4, 5, 3)), record_property)
 
 
 def test_packed_signs(

@@ -13,8 +13,9 @@ from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import UnsupportedError
 from exl3kit.models.registry import model_map
-from exl3kit.testing.checkpoints import OrdinaryOptions
+from exl3kit.testing.checkpoints import OrdinaryOptions, write_r7
 from exl3kit.testing.compare import assert_bitwise_equal
+from exl3kit.testing.tiny_configs import tiny_config_of
 from tests.integrations.transformers.conftest import load, logits, tokens
 
 
@@ -50,6 +51,12 @@ def test_ordinary(model_type: str, ordinary: Callable[..., Path]) -> None:
 def test_packed_signs_stay_packed(ordinary: Callable[..., Path]) -> None:
     source = ordinary("qwen3_moe", OrdinaryOptions(has_packed_signs=True))
     assert check_saved(source, dtype=torch.float16).has("model.layers.0.self_attn.q_proj.su")
+
+
+def test_r7(tmp_path: Path) -> None:
+    config = tiny_config_of("glm4_moe", mtp_layers=1)
+    saved = check_saved(write_r7(tmp_path / "r7", config), drafts="model.layers.2.")
+    assert saved.r7 is not None and saved.r7.last_layer == 1
 
 
 @pytest.mark.parametrize("rotation_layout", ["per_expert_v1", "shared_h_v1"])

@@ -1,9 +1,9 @@
 """The routed experts of one layer on `exl3::moe`, in place of transformers' fused 3-D parameters.
 
-Buffers carry the checkpoint's names (`3.gate_proj.trellis`, or `3.gate_proj.rank1.trellis` and
-`shared_h.gate_proj.rank1.suh` where the file is rank-sliced). Once loaded, the experts of one rate
-are copied behind one another for the kernel and the named buffers become views of its rows, so the
-weights are in memory once.
+Buffers carry the checkpoint's names: `3.gate_proj.trellis`; in a rank-sliced file
+`3.gate_proj.rank1.trellis` and `shared_h.gate_proj.rank1.suh`; in an r7 one `r7_shared.down_svh`.
+Once loaded, the experts of one rate are copied behind one another for the kernel and the named
+buffers become views of its rows, so the weights are in memory once.
 
 A rank-sliced file is expanded (`runtime.experts`): each slice of an expert becomes an expert, which
 is exact for every file, whatever its hidden-side vectors.
@@ -18,6 +18,7 @@ import torch
 
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.names import PROJECTIONS, shared_h_name
+from exl3kit.checkpoint.r7 import r7_shared_name
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.integrations.transformers.linear import (
@@ -91,10 +92,14 @@ class Exl3Experts(torch.nn.Module):
     def _tensor(self, path: str) -> Exl3Tensor:
         fields = stored_fields(self.get_submodule(path), f"{self.name}.{path}")
         for field in ("suh", "svh"):
-            shared = shared_h_name(f"{self.name}.{path}", field)
-            if field not in fields and shared is not None:
+            if field not in fields and (shared := self._shared(path, field)) is not None:
                 fields[field] = self.get_buffer(self._below(shared))
         return Exl3Tensor(**fields, name=f"{self.name}.{path}")
+
+    def _shared(self, path: str, field: str) -> str | None:
+        """The tensor that stands for a vector of several experts."""
+        of_layout = shared_h_name if self.is_sliced else r7_shared_name
+        return of_layout(f"{self.name}.{path}", field)
 
     def _below(self, name: str) -> str:
         return name.removeprefix(f"{self.name}.")
@@ -102,11 +107,10 @@ class Exl3Experts(torch.nn.Module):
     def _check(self, part: Slice, width: int) -> None:
         """Refuse what the kernel cannot do; `width` is the model's, before padding."""
         gate, up, _ = part
-        if gate.bits != up.bits or any(tensor.codebook != self.codebook for tensor in part):
-            found = ", ".join(f"{t.name}: {t.bits} bits {t.codebook}" for t in part)
+        if other := [tensor for tensor in part if tensor.codebook != self.codebook]:
             raise UnsupportedError(
-                f"{self.name}: expected gate and up of one rate and codebook {self.codebook} "
-                f"throughout, got {found}"
+                f"{other[0].name}: expected codebook {self.codebook}, as others of this layer's "
+                f"experts have, got {other[0].codebook}"
             )
         if any(tensor.bias is not None for tensor in part):
             raise UnsupportedError(f"{gate.name}: a bias of a routed expert is not supported")
@@ -123,12 +127,17 @@ class Exl3Experts(torch.nn.Module):
         self.tiers = []
         for tier in tiers:
             gate, up, down = zip(*(s for e in tier.experts for s in experts[e]), strict=True)
-            w13 = {f"w13_{field}": self._stack(field, (gate, up)) for field in _FIELDS}
+            w13 = {f"w13_{field}": self._stack(field, (gate, up)) for field in ("suh", "svh")}
+            trellis = (
+                self._stack("trellis", (gate, up))
+                if gate[0].bits == up[0].bits
+                else (self._stack("trellis", (gate,))[0], self._stack("trellis", (up,))[0])
+            )
             w2 = {f"w2_{field}": self._stack(field, (down,))[0] for field in _FIELDS}
             rows = None
             if len(tiers) > 1:
                 rows = tier.make_map(self.num_experts, self.slices).to(w2["w2_suh"].device)
-            self.tiers.append(TierWeights(**w13, **w2, expert_map=rows))
+            self.tiers.append(TierWeights(trellis, **w13, **w2, expert_map=rows))
 
     def _stack(self, field: str, sides: Sequence[Sequence[Exl3Tensor]]) -> torch.Tensor:
         """`field` of all tensors as one (sides, experts, …); buffers become views of its rows.

@@ -9,8 +9,10 @@ import torch
 
 from exl3kit.checkpoint.manifest import BLOCK_KEY
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
+from exl3kit.checkpoint.r7 import BLOCK_KEY as R7_KEY
 from exl3kit.errors import UnsupportedError
 from exl3kit.integrations.transformers import compat
+from exl3kit.integrations.transformers.config import Exl3Config
 from exl3kit.integrations.transformers.experts import Exl3Experts
 from exl3kit.integrations.transformers.linear import Exl3Linear
 from exl3kit.integrations.transformers.replace import (
@@ -26,6 +28,7 @@ from exl3kit.runtime.checks import ACTIVATION_DTYPES
 class Exl3Quantizer(compat.HfQuantizer):
     """Loads what exl3kit or exllamav3 quantised; it neither quantises nor trains."""
 
+    quantization_config: Exl3Config
     checkpoint: Checkpoint
     map: DecoderMap
 
@@ -74,6 +77,8 @@ class Exl3Quantizer(compat.HfQuantizer):
             config.num_nextn_predict_layers = 0
         if self.checkpoint.manifest is not None:
             setattr(config, BLOCK_KEY, self.checkpoint.manifest.to_config())
+        if self.checkpoint.r7 is not None:
+            self.quantization_config.keys[R7_KEY] = self.checkpoint.r7.to_config()
 
     def _process_model_after_weight_loading(
         self, model: compat.PreTrainedModel, **kwargs: Any

@@ -12,7 +12,7 @@ from exl3kit.checkpoint.fp8 import FP8_DTYPES
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.modules import exl3_parts
 from exl3kit.checkpoint.names import RANK_SUFFIX
-from exl3kit.checkpoint.open import PLAIN, R7, Checkpoint
+from exl3kit.checkpoint.open import PLAIN, Checkpoint
 from exl3kit.checkpoint.structure import structure_faults
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.format.spec import TILE
@@ -32,12 +32,15 @@ def without_mtp(checkpoint: Checkpoint, model: DecoderMap) -> tuple[Checkpoint, 
         last = min(manifest.last_layer, model.num_hidden_layers - 1)
         bits = {layer: b for layer, b in manifest.layer_bits.items() if layer <= last}
         manifest = replace(manifest, last_layer=last, layer_bits=bits)
+    r7 = checkpoint.r7
+    if r7 is not None:
+        r7 = replace(r7, last_layer=min(r7.last_layer, model.num_hidden_layers - 1))
     target = replace(
         model,
         num_mtp_layers=0,
         moe_layers=tuple(n for n in model.moe_layers if n < model.num_hidden_layers),
     )
-    return replace(checkpoint, infos=infos, manifest=manifest), target
+    return replace(checkpoint, infos=infos, manifest=manifest, r7=r7), target
 
 
 def check_checkpoint(checkpoint: Checkpoint, model: DecoderMap) -> None:
@@ -49,11 +52,6 @@ def check_checkpoint(checkpoint: Checkpoint, model: DecoderMap) -> None:
     if checkpoint.dialect == PLAIN or not checkpoint.exl3_prefixes():
         raise UnsupportedError(
             f"{checkpoint.path}: its quant_method is one of exl3kit's, but it holds no EXL3 tensors"
-        )
-    if checkpoint.dialect == R7:
-        raise UnsupportedError(
-            f"{checkpoint.path}: r7_routed_experts are not supported; cut the file with "
-            "`exl3kit slice` first"
         )
     if faults := structure_faults(checkpoint, model):
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(faults[:_SHOWN]))
@@ -123,7 +121,7 @@ def _experts(stem: str, infos: Mapping[str, TensorInfo], checkpoint: Checkpoint)
         raise UnsupportedError(
             f"{stem}: expected all experts EXL3 or none, got also a dense '{stem}.{plain[0]}'"
         )
-    numbers = {path.partition(".")[0] for path in infos} - {"shared_h"}
+    numbers = {path.partition(".")[0] for path in infos} - {"shared_h", "r7_shared"}
     is_sliced = any(".rank" in path for path in infos)
     return Exl3Experts(stem, len(numbers), checkpoint.tp if is_sliced else None, infos)
 
