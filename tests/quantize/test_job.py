@@ -242,6 +242,8 @@ def test_a_dead_layer_needs_no_hessian(source: Path, tmp_path: Path) -> None:
         ({"tp": None, "bits": 8.5}, FormatError, "bits: expected 1 to 8, got 8.5"),
         ({"tp": None, "shim": "modelopt"}, FormatError, "only rank-sliced files have one"),
         ({"at_once": 0}, FormatError, "at_once: expected at least 1"),
+        ({"device": "abacus"}, UnsupportedError, "device: expected cpu, cuda or cuda:N"),
+        ({"device": "cuda:99"}, UnsupportedError, r"device: expected one of \d+ CUDA devices"),
         ({"mtp": "trellis", "cols": 1}, FormatError, "cols: expected more than the 1 tokens"),
         ({"cols": 10**6}, TextError, "expected at least one row of 1000000"),
     ],
@@ -350,3 +352,18 @@ def test_full_disk_is_refused_before_work(
     with pytest.raises(CheckpointError, match="bytes of disk, 1000 are free"):
         quantize_checkpoint(source, tmp_path / "out", OPTIONS)
     assert not (tmp_path / "out").exists()
+
+
+def test_pieces_of_rows_and_spilled_activations_change_no_byte_of_two_next_token_layers(
+    tmp_path: Path, quick_encoder: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src = write_tiny_model(tmp_path / "src", replace(SPEC, mtp_layers=2))
+    options = replace(OPTIONS, mtp="trellis", dense={"attention": 3})
+    for module in ("activations", "experts"):
+        monkeypatch.setattr(f"exl3kit.quantize.{module}.PIECE_TOKENS", 128)
+    report = quantize_checkpoint(src, tmp_path / "out", options)
+    spilled = replace(options, spill=tmp_path / "spill", at_once=4)
+    quantize_checkpoint(src, tmp_path / "spilled", spilled)
+    assert files(tmp_path / "out") == files(tmp_path / "spilled")
+    seen = {r.name.split(".")[2]: r.tokens for r in report.results if "self_attn" in r.name}
+    assert seen == {"0": 4 * 128, "1": 4 * 128, "2": 4 * 127, "3": 4 * 126}
