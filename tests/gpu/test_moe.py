@@ -177,6 +177,15 @@ def test_scratch_is_garbage_before_and_bounded(tokens: int, device: torch.device
     assert_bitwise_equal(results[0], results[1])
 
 
+def test_strips_in_turn_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that take all strips of a matrix one after the other, as large batches make them."""
+    experts = random_experts(3, 384, 256)
+    x, routing = random_rows(9, 384), random_routing(9, 2, 3)
+    apart = run(x, routing, experts)
+    monkeypatch.setattr(cuda_moe, "strips_per_block", lambda strips, blocks, wave: strips)
+    assert_bitwise_equal(run(x, routing, experts), apart)
+
+
 def test_capacity_does_not_show(device: torch.device) -> None:
     weights = weights_on(device)
     x, routing = random_rows(5, H).to(device), routing_on(device, 5)

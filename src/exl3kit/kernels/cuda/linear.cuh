@@ -30,7 +30,8 @@ linear_rotate(const void* x, const __half* suh, __half2* rotated, float* firsts,
     rotate_in(rotated + start, firsts + start / kBlock, v, suh, i);
 }
 
-// Grid (splits, strips of 16 kTiles columns, chunks of 8 kGroups rows) -> partial (splits, rows, n).
+// Grid (splits, strips of 16 kTiles columns, chunks of 8 kGroups rows) -> partial (splits, rows,
+// n).
 template <int kBits2, Codebook kCodebook, int kGroups, int kTiles>
 __global__ void __launch_bounds__(Shape<kBits2, kGroups, kTiles>::kThreads,
                                   Shape<kBits2, kGroups, kTiles>::kBlocks)
@@ -66,8 +67,9 @@ linear_product(const uint32_t* trellis, const uint4* rotated, float* partial, in
 // One warp for each row and strip: y (rows, n) of dtype.
 template <int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp)
-linear_finish(const float* partial, const float* firsts, const __half* svh, const void* bias, void* y,
-              int rows, int k, int n, int splits, int codebook, int dtype, int bias_dtype) {
+linear_finish(const float* partial, const float* firsts, const __half* svh, const void* bias,
+              void* y, int rows, int k, int n, int splits, int codebook, int dtype,
+              int bias_dtype) {
     release_successor();
     wait_for_predecessor();
     const int strip = blockIdx.y * kWarps + threadIdx.x / kWarp, row = blockIdx.x;

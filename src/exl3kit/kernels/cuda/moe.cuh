@@ -15,18 +15,19 @@ namespace exl3 {
 
 constexpr int kMaxRoutes = 4096;  // of one launch
 
-// Rotated inputs of a route: `rotated` (2, routes, hidden) with suh (2, experts, hidden), or, if one
-// suh (hidden) serves all experts, (tokens, hidden); firsts likewise, for blocks of 128. Grid (routes,
-// parts of hidden).
+// Rotated inputs of a route: `rotated` (2, routes, hidden) with suh (2, experts, hidden), or, if
+// one suh (hidden) serves all experts, (tokens, hidden); firsts likewise, for blocks of 128. Grid
+// (routes, parts of hidden).
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps)
 moe_route(const void* x, const void* ids, const float* weights, const void* map, const __half* suh,
-          int* blocks, __half2* rotated, float* firsts, int routes, int top_k, int hidden, int experts,
-          int map_size, int wide_ids, int wide_map, int is_shared, int dtype) {
+          int* blocks, __half2* rotated, float* firsts, int routes, int top_k, int hidden,
+          int experts, int map_size, int wide_ids, int wide_map, int is_shared, int dtype) {
     release_successor();
     wait_for_predecessor();
     __shared__ uint32_t matches[kMaxRoutes / 32];
-    const Routing routing{ids, weights, map, routes, map_size, experts, wide_ids != 0, wide_map != 0};
+    const Routing routing{ids,     weights,       map,          routes, map_size,
+                          experts, wide_ids != 0, wide_map != 0};
     const int route = blockIdx.x, token = route / top_k;
     const Blocks table{blocks, blocks + routes, blocks + 2 * routes, blocks + 3 * routes};
     const int block = blockIdx.y * kWarps + threadIdx.x / 32, i = block * 32 + threadIdx.x % 32;
@@ -51,9 +52,9 @@ moe_route(const void* x, const void* ids, const float* weights, const void* map,
 }
 
 // Products of one block of routes with `items` neighbouring strips of its expert's matrix. `sides`
-// matrices (k, n) lie behind one another, each of all experts; items divides n / 128. Input row of a
-// route: side * side_rows + route / share.
-// Grid (splits, sides * n / 128 / items, routes) -> partial (splits, routes, sides * n).
+// matrices (k, n) lie behind one another, each of all experts; items divides n / 128. Input row of
+// a route: side * side_rows + route / share. Grid (splits, sides * n / 128 / items, routes) ->
+// partial (splits, routes, sides * n).
 template <int kBits2, Codebook kCodebook>
 __global__ void __launch_bounds__(Shape<kBits2, 1, 8>::kThreads, Shape<kBits2, 1, 8>::kBlocks)
 moe_product(const uint32_t* trellis, const int* blocks, const uint4* rotated, float* partial,
@@ -61,8 +62,8 @@ moe_product(const uint32_t* trellis, const int* blocks, const uint4* rotated, fl
     using Layout = Shape<kBits2, 1, 8>;  // strips of 128
     extern __shared__ __align__(16) char shared[];  // kRings and kSums bytes of Layout
     release_successor();
-    // The table comes from moe_route: right before gate and up, but three kernels before down, which
-    // starts only when moe_activate has seen the product of gate and up complete.
+    // The table comes from moe_route: right before gate and up, but three kernels before down,
+    // which starts only when moe_activate has seen the product of gate and up complete.
     if (sides == 2) wait_for_predecessor();
     const int leader = blockIdx.z, expert = blocks[routes + leader];
     if (expert < 0) return;

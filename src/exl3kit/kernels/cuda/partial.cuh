@@ -1,7 +1,7 @@
 // How a block of the product kernels is cut among its warps, and how it adds their sums.
 //
-// A block owns a strip of output features and one split of K, which its kSlices warps share. The order
-// of all sums follows from K and the number of splits, never from the number of tokens.
+// A block owns a strip of output features and one split of K, which its kSlices warps share. The
+// order of all sums follows from K and the number of splits, never from the number of tokens.
 #pragma once
 
 #include "hadamard.cuh"
@@ -37,8 +37,8 @@ EXL3_DEVICE Slice slice_of(int k_tiles) {
 }
 
 // Add the sums of the block's slices and store them times `scale`: row r of the block's tokens goes
-// to the kWidth floats at row_at(r), or nowhere where that is null. `shared` is Layout::kSums bytes;
-// they may be those of the rings where nothing is on its way any more.
+// to the kWidth floats at row_at(r), or nowhere where that is null. `shared` is Layout::kSums
+// bytes; they may be those of the rings where nothing is on its way any more.
 template <typename Layout, typename RowAt>
 EXL3_DEVICE void store_partial(const typename Layout::Sums& sum, void* shared, float scale,
                                RowAt row_at) {

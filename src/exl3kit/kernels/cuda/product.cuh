@@ -33,13 +33,14 @@ EXL3_DEVICE constexpr int slot_position(int k) {
     return (k >> 1 & 3) * 4 + (k & 1) * 2 + (k >> 3 & 1);
 }
 
-// One row of tiles to `mine`, this lane's 16 bytes of a stage's first 512, from the same place of the
-// row in global memory, if the row is there.
+// One row of tiles to `mine`, this lane's 16 bytes of a stage's first 512, from the same place of
+// the row in global memory, if the row is there.
 template <int kBytes>
 EXL3_DEVICE void request_weights(uint32_t mine, const char* from, uint32_t lane, bool is_there) {
 #pragma unroll
     for (int at = 0; at < kBytes; at += 512)
-        copy_once(mine + at, from + at, is_there && (at + 512 <= kBytes || at + 16 * lane < kBytes));
+        copy_once(mine + at, from + at,
+                  is_there && (at + 512 <= kBytes || at + 16 * lane < kBytes));
 }
 
 // The activations for one row of tiles.
@@ -51,10 +52,10 @@ EXL3_DEVICE void request_x(uint32_t mine, const uint4* const (&x)[kGroups], bool
 
 // What a warp multiplies: `items` runs of `rows` rows of tiles, all by the same activations.
 struct Work {
-    const void* tiles;     // first of the neighbouring tiles in the first row of the first item
-    int64_t stride;        // bytes from row to row
-    int64_t item_stride;   // bytes from item to item
-    int rows, items;       // rows may be 0
+    const void* tiles;    // first of the neighbouring tiles in the first row of the first item
+    int64_t stride;       // bytes from row to row
+    int64_t item_stride;  // bytes from item to item
+    int rows, items;      // rows may be 0
 };
 
 // Where a lane reads next. Items follow one another without a gap, so that the loads for one are on

@@ -57,8 +57,8 @@ EXL3_DEVICE void release_successor() {
 #endif
 }
 
-// `value`, computed once: the compiler would rather repeat a few cheap instructions in every turn of
-// a loop than keep a register.
+// `value`, computed once: the compiler would rather repeat a few cheap instructions in every turn
+// of a loop than keep a register.
 EXL3_DEVICE uint32_t keep(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
@@ -84,21 +84,21 @@ EXL3_DEVICE uint4 load_shared_four(uint32_t address) {
 }
 
 // 16 bytes from global memory to a shared address, both aligned to 16, past the registers, if
-// `is_wanted`: a predicate costs less than a branch that the compiler must take for a divergent one.
-// What is read once goes past the first-level cache too.
+// `is_wanted`: a predicate costs less than a branch that the compiler must take for a divergent
+// one. What is read once goes past the first-level cache too.
 EXL3_DEVICE void copy_once(uint32_t shared, const void* global, bool is_wanted) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(
-            shared),
-        "l"(global), "r"(static_cast<int>(is_wanted))
+        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }"
+        :
+        : "r"(shared), "l"(global), "r"(static_cast<int>(is_wanted))
         : "memory");
 }
 
 EXL3_DEVICE void copy_cached(uint32_t shared, const void* global, bool is_wanted) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 16; }" ::"r"(
-            shared),
-        "l"(global), "r"(static_cast<int>(is_wanted))
+        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 16; }"
+        :
+        : "r"(shared), "l"(global), "r"(static_cast<int>(is_wanted))
         : "memory");
 }
 

@@ -20,9 +20,9 @@ EXL3_DEVICE void scale_four(float (&v)[4], const __half* scale, int64_t i) {
     for (int j = 0; j < 4; ++j) v[j] = __fmul_rn(v[j], s[j]);
 }
 
-// H128(v * suh) -> fp16, each twice, in slot order (product.cuh). `i` counts fours: lane l of block b
-// has 32 b + l; `row` is the row's start. firsts[b], the first of v * suh in block b, is the sum of
-// the transformed block over sqrt(128): what a codebook's shift needs.
+// H128(v * suh) -> fp16, each twice, in slot order (product.cuh). `i` counts fours: lane l of block
+// b has 32 b + l; `row` is the row's start. firsts[b], the first of v * suh in block b, is the sum
+// of the transformed block over sqrt(128): what a codebook's shift needs.
 EXL3_DEVICE void rotate_in(__half2* row, float* firsts, float (&v)[4], const __half* suh, int i) {
     scale_four(v, suh, i);
     if (i % 32 == 0) firsts[i / 32] = v[0];

@@ -1,8 +1,9 @@
-// Which routes of a batch share an expert: the blocks of up to eight rows that are multiplied together.
+// Which routes of a batch share an expert: the blocks of up to eight rows that are multiplied
+// together.
 //
 // A route is one (token, slot), numbered token * top_k + slot. Routes of one expert, in their own
-// order, form blocks of eight; a block is known by its first route, its leader, so nothing has to be
-// counted or moved over all experts and every block of threads finds its part by itself.
+// order, form blocks of eight; a block is known by its first route, its leader, so nothing has to
+// be counted or moved over all experts and every block of threads finds its part by itself.
 #pragma once
 
 #include "common.cuh"
@@ -20,8 +21,8 @@ struct Routing {
     bool wide_ids, wide_map;
 };
 
-// Per route: its expert, -1 if it adds nothing; of the block it leads the expert, -1 if it leads none,
-// and the rows; and, at 8 * leader, the routes of a block.
+// Per route: its expert, -1 if it adds nothing; of the block it leads the expert, -1 if it leads
+// none, and the rows; and, at 8 * leader, the routes of a block.
 struct Blocks {
     int *expert, *led_expert, *led_rows, *members;
 };

@@ -1,10 +1,10 @@
 // From a packed tile to the eight states of each lane.
 //
-// Lane l of a warp owns stream positions 8 l .. 8 l + 7 of a tile; their windows end at lane-relative
-// ring bits (j + 1) K, rounded down at half rates, so everything but one shift and the dword indexes
-// is known at compile time. Windows are read from 32-bit registers aligned by one funnel shift
-// each; inside one, a window at a byte boundary costs one byte permute and any other one shift
-// more, which windows with the same bit offset share. docs/format.md has the layout.
+// Lane l of a warp owns stream positions 8 l .. 8 l + 7 of a tile; their windows end at
+// lane-relative ring bits (j + 1) K, rounded down at half rates, so everything but one shift and
+// the dword indexes is known at compile time. Windows are read from 32-bit registers aligned by one
+// funnel shift each; inside one, a window at a byte boundary costs one byte permute and any other
+// one shift more, which windows with the same bit offset share. docs/format.md has the layout.
 #pragma once
 
 #include "common.cuh"
@@ -58,7 +58,8 @@ struct Trellis {
         }
         return most;
     }
-    // The last window's dword and the one before it hold 64 bits: enough for register r in every lane?
+    // The last window's dword and the one before it hold 64 bits: enough for register r in every
+    // lane?
     EXL3_DEVICE static constexpr bool is_near(int r) {
         return max_shift() + register_end(r) + register_span(r) <= 64;
     }
@@ -115,14 +116,15 @@ EXL3_DEVICE uint32_t funnel(uint32_t low, uint32_t high, uint32_t end) {
     return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> end);
 }
 
-// Not `const`: to the compiler these could change, so that it multiplies by them and does not shift.
+// Not `const`: to the compiler these could change, so that it multiplies by them and does not
+// shift.
 #if defined(__CUDACC__)
 __constant__
 #endif
     uint32_t powers_of_two[8] = {1, 2, 4, 8, 16, 32, 64, 128};
 
-// State of window kWindow. A shift goes to the ALU pipe, or with kMultiply, as a multiplication by a
-// power of two, to the FMA pipe.
+// State of window kWindow. A shift goes to the ALU pipe, or with kMultiply, as a multiplication by
+// a power of two, to the FMA pipe.
 template <int kBits2, bool kMultiply, int kWindow>
 EXL3_DEVICE uint32_t lane_state(const LaneBits<kBits2>& bits, const LaneWindows<kBits2>& lane) {
     using Layout = Trellis<kBits2>;
