@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from exl3kit.errors import FormatError
 from exl3kit.format.spec import SUPPORTED_BITS, fresh_bits, words_per_tile
-from exl3kit.format.trellis import chains, pack, unpack
+from exl3kit.format.trellis import chains, pack, unpack, windows_on_device
 from exl3kit.testing.compare import assert_bitwise_equal
 
 # Symbols (7t^2 + 3t + 1) mod 2^D(t): first four words, last two words, states 0, 1, 2, 7, 8, 255.
@@ -34,6 +34,16 @@ def test_packing_check_values(bits: float) -> None:
     found = [*(words[[0, 1, 2, 3, -2, -1]] & 0xFFFF).tolist()]
     found = [w & 0xFFFF for w in found] + states[[0, 1, 2, 7, 8, 255]].tolist()
     assert " ".join(f"{value:04x}" for value in found) == PACKING_VECTORS[bits]
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_the_form_for_devices_reads_the_same_states(
+    bits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = torch.randint(-(2**15), 2**15, (5, words_per_tile(bits)), dtype=torch.int16)
+    expected = unpack(words)
+    monkeypatch.setattr("exl3kit.format.trellis._windows", windows_on_device)
+    assert_bitwise_equal(unpack(words), expected)
 
 
 @settings(max_examples=60, deadline=None)

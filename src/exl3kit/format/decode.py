@@ -17,9 +17,9 @@ from exl3kit.format.trellis import unpack
 
 
 def decode_inner(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
-    """int16 (k/16, n/16, 16 K) -> What, float16 (k, n), exact."""
+    """int16 (k/16, n/16, 16 K) -> What, float16 (k, n), exact, on the same device."""
     states = unpack(trellis)
-    return from_tiles(codebook_values(codebook)[states])
+    return from_tiles(codebook_values(codebook, trellis.device)[states])
 
 
 def rotate_back(

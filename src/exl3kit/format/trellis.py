@@ -69,14 +69,29 @@ def unpack(words: torch.Tensor, bits: int | float | None = None) -> torch.Tensor
         raise FormatError(f"words last dimension: {words.shape[-1]} means {found} bits, got {bits}")
     if words.dtype != torch.int16:
         raise FormatError(f"words dtype: expected torch.int16, got {words.dtype}")
-    flat = words.reshape(-1, words.shape[-1]).contiguous().numpy()
-    dwords = flat.view("<u4").astype(np.uint64)
-    count = dwords.shape[1]
-    begin = (window_ends(found) - STATE_BITS) % (32 * count)
+    flat = words.reshape(-1, words.shape[-1]).contiguous()
+    begin = (window_ends(found) - STATE_BITS) % (STATE_BITS * flat.shape[1])
+    windows = _windows if words.device.type == "cpu" else windows_on_device
+    return windows(flat, begin).reshape(*words.shape[:-1], TILE_SIZE)
+
+
+def _windows(words: torch.Tensor, begin: np.ndarray) -> torch.Tensor:
+    """The 16 ring bits from each place of `begin` (256,) on, of rings int16 (m, w): int32."""
+    dwords = words.numpy().view("<u4").astype(np.uint64)
     index, offset = begin >> 5, begin & 31
-    pair = (dwords[:, index] << np.uint64(32)) | dwords[:, (index + 1) % count]
+    pair = (dwords[:, index] << np.uint64(32)) | dwords[:, (index + 1) % dwords.shape[1]]
     states = (pair >> (48 - offset).astype(np.uint64)) & np.uint64(0xFFFF)
-    return torch.from_numpy(states.astype(np.int32)).reshape(*words.shape[:-1], TILE_SIZE)
+    return torch.from_numpy(states.astype(np.int32))
+
+
+def windows_on_device(words: torch.Tensor, begin: np.ndarray) -> torch.Tensor:
+    """The same in torch, on the device of `words`; on a CPU it takes over twice the time."""
+    halves = words.to(torch.int64) & 0xFFFF
+    dwords = halves[:, 1::2] << 16 | halves[:, 0::2]
+    places = torch.from_numpy(begin.astype(np.int64)).to(words.device)
+    index, offset = places >> 5, places & 31
+    pair = (dwords[:, index] << 32) | dwords[:, (index + 1) % dwords.shape[1]]
+    return (pair >> (48 - offset) & 0xFFFF).to(torch.int32)
 
 
 def chains(states: torch.Tensor, bits: int | float) -> torch.Tensor:

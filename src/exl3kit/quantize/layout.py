@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from exl3kit.checkpoint.shard import Entry
-from exl3kit.format.decode import decode_inner, rotate_back
+from exl3kit.format.decode import decode_dense
 from exl3kit.format.spec import HADAMARD_BLOCK, TILE, marker_value, words_per_tile
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.models.base import LinearSpec, ShardKind
@@ -106,13 +106,12 @@ WHOLE = Layout()
 def decode(parts: Sequence[Exl3Tensor], kind: ShardKind, device: torch.device) -> Tensor:
     """The stored parts of a linear as one dense matrix (in, out), fp32, padding included.
 
-    The rings are read on the CPU, where the parts are; the transforms run on `device`.
+    Wherever the parts are, they are decoded on `device`.
     """
     matrices = []
     for part in parts:
-        inner = decode_inner(part.trellis, part.codebook).to(device)
-        vectors = part.suh.to(device), part.svh.to(device)
-        matrices.append(rotate_back(inner, *vectors, torch.float32))
+        trellis, suh, svh = (t.to(device) for t in (part.trellis, part.suh, part.svh))
+        matrices.append(decode_dense(trellis, suh, svh, part.codebook))
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=_cut_dim(kind))
 
 
