@@ -34,6 +34,7 @@ MODEL = ROOT.parent / "examples" / "demo-model"
 BITS = (2, 2.5, 3, 3.25, 4, 5, 6)
 WINDOW = 512
 TP = 2
+FIGURES = ("perplexity", "kld_mean", "kld_median", "kld_p99", "kld_max", "top1_agreement")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,12 @@ def spread(rows: Tensor, most: int) -> Tensor:
     return rows[:: -(-len(rows) // most)]
 
 
+def is_monotone(cases: list[Case], name: str) -> bool:
+    """Whether a figure of the cases, in order of bits, gets better at every step."""
+    values = [getattr(case.quality, name) for case in cases]
+    return values == sorted(values, reverse=name != "top1_agreement")
+
+
 def markdown(header: dict[str, str], cases: list[Case]) -> str:
     """The result page."""
     first = cases[0].quality
@@ -85,7 +92,9 @@ def markdown(header: dict[str, str], cases: list[Case]) -> str:
 Routed experts at the rate named, {TP} rank slices, the rest BF16; 2.5 and 3.25 are means over
 experts. Against the BF16 model, perplexity {first.reference_perplexity:.4f} ({low:.3f} to
 {high:.3f}), on {first.predicted_tokens:,} held-out tokens in {first.windows} windows of {WINDOW}.
-KLD in nats a token; in brackets 95 % intervals over windows.
+KLD in nats a token; in brackets 95 % intervals over windows. Better at every step in bits:
+{", ".join(name for name in FIGURES if is_monotone(cases, name)) or "none"}. Not at every step:
+{", ".join(name for name in FIGURES if not is_monotone(cases, name)) or "none"}.
 
 {quality_table(rows, "bits")}
 ![divergence, agreement and perplexity over the bits](demo_quality.png)
