@@ -1,7 +1,7 @@
 """How close the quantised demo model stays to BF16 on text it was not calibrated on.
 
-Bounds are about 15 % above what benchmarks/results/demo_quality.md has on all of the text; another
-seed moves the divergence at three bits by one per cent.
+Bounds are 15 to 20 % above what benchmarks/results/demo_quality.md has; another seed moves the
+divergence at three bits by one per cent.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from exl3kit.quantize.job import quantize_checkpoint
 from exl3kit.quantize.preflight import QuantizeOptions
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
-WINDOWS = 32
-MOST_KLD = {2: 0.160, 2.5: 0.082, 3: 0.044, 4: 0.0132}
-LEAST_AGREEMENT = {2: 0.76, 2.5: 0.81, 3: 0.87, 4: 0.92}
+STEP = 4  # of 113 windows: chat and prose lie in different parts
+MOST_KLD = {2: 0.135, 2.5: 0.077, 3: 0.037, 4: 0.0112}
+LEAST_AGREEMENT = {2: 0.84, 2.5: 0.88, 3: 0.91, 4: 0.945}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Quality]:
     """Quality at each rate, 2.5 being a mean shared out over experts."""
     text = (MODEL / "held_out.txt").read_text(encoding="utf-8")
     plain, folder = open_checkpoint(MODEL), tmp_path_factory.mktemp("quality")
-    tokens = text_windows(text, MODEL, plain.config["vocab_size"], 512)[:WINDOWS]
+    tokens = text_windows(text, MODEL, plain.config["vocab_size"], 512)[::STEP]
     reference, measured = final_states(plain, tokens), {}
     for bits in MOST_KLD:
         out = folder / f"k{bits}"
@@ -60,6 +60,6 @@ def test_every_step_in_bits_takes_the_divergence_down(
 
 
 def test_shared_out_bits_beat_the_line_between_their_rates(found: dict[float, Quality]) -> None:
-    # Half of the experts at each rate, drawn at random, lands on the middle of both.
+    # Half of the experts at each rate, drawn at random, is at 0.98 of the middle; measured: 0.89
     middle = (found[2].kld_mean + found[3].kld_mean) / 2
-    assert found[2.5].kld_mean < 0.9 * middle
+    assert found[2.5].kld_mean < 0.95 * middle
