@@ -138,11 +138,12 @@ def _check_call(
     for what, given in one_each.items():
         if given is not None and len(given) != len(weights):
             raise FormatError(f"{what}: expected {len(weights)}, one a weight, got {len(given)}")
+    for weight in weights:
+        _check_device(weight, weights[0].device, "weights")
     for hessian in _distinct(hessians).values():
         _check_device(hessian, weights[0].device, "hessians")
         ldl.check_hessian(hessian, weights[0].shape[0])
     for weight in weights:
-        _check_device(weight, weights[0].device, "weights")
         check_weight(weight)
         if weight.shape != weights[0].shape:
             raise FormatError(

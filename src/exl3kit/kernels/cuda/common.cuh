@@ -13,9 +13,11 @@ using int64_t = long long;
 using uint64_t = unsigned long long;
 #define EXL3_DEVICE __device__ __forceinline__
 #define EXL3_HOST_DEVICE __host__ __device__
+#define EXL3_DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint8_t name[]
 #else
 #include <cstdint>
 #include <cstring>
 #define EXL3_DEVICE inline
 #define EXL3_HOST_DEVICE
+#define EXL3_DYNAMIC_SHARED(name) alignas(16) static uint8_t name[1 << 18]
 #endif

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kEncodeThreads, 1)
                  const __half* __restrict__ values, __half* scratch, int32_t* refused) {
     using Rate = EncodeRate<kHalfUnits>;
     constexpr int64_t kSlotScratch = int64_t(Rate::kKeptRows) * Rate::kRowNodes;
-    extern __shared__ __align__(16) uint8_t dynamic[];
+    EXL3_DYNAMIC_SHARED(dynamic);
     __shared__ TileSlot slots[2];
     __half* const kept = scratch + 2 * kSlotScratch * blockIdx.x;
     int job = 0;  // passes so far

@@ -66,10 +66,8 @@ struct ForwardPass {
                 const __half2 pair = as_half2(word[index >> 1]);
                 return index & 1 ? __high2half2(pair) : __low2half2(pair);
             }
-            uint32_t both;
-            asm("prmt.b32 %0, %1, 0, %2;"
-                : "=r"(both)
-                : "r"(word[index >> 1]), "r"(index & 1 ? 0x3232 : 0x1010));
+            const uint32_t both =
+                __byte_perm(word[index >> 1], 0, index & 1 ? 0x3232 : 0x1010);
             return as_half2(both);
         }
     };
