@@ -91,7 +91,7 @@ def test_runs_killed_anywhere_end_in_the_bytes_of_an_unbroken_one(
             assert int(finished) < total // 2, point
 
 
-def test_a_stopped_run_encodes_nothing_twice(source: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_stores_nothing_twice(source: Path, tmp_path: Path) -> None:
     out, seen = tmp_path / "out", list[Step]()
     with pytest.raises(Stop):
         quantize_checkpoint(source, out, OPTIONS, progress=stop_after(15))

@@ -7,11 +7,11 @@ tile, `refit` fits the two scale vectors to the chosen states; `tensor.quantize_
 it.
 
 A checkpoint: `job` is the whole of it. `preflight` refuses what cannot work and plans the rest:
-`contents` (every tensor of the output), `bit_plan`, `budget` and `recipe` (its bits), `layout` (whole
-or in ranks), `memory`. `stages` takes the rows through the layers; `layer` and `experts` quantise
-one, with Hessians from `hessian`, by `linears`, into a `store`, which is a `shard_file` and the
-`journal`. `work_folder` holds what a stopped run needs to go on, `publish` ends the job, with
-metadata from `output` and `ordinary`. `report` and `plot` show what was reached.
+`contents` (every tensor of the output), `bit_plan`, `budget` and `recipe` (its bits), `layout`
+(whole or in ranks), `memory`. `stages` takes the rows through the layers; `layer` and `experts`
+quantise one, with Hessians from `hessian`, by `linears`, into a `store`, which is a `shard_file`
+and the `journal`. `work_folder` holds what a stopped run needs to go on, `publish` ends the job,
+with metadata from `output` and `ordinary`. `report` and `plot` show what was reached.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class ExpertPass:
         routed = [_Routed(*found) for found in self._routing().by_expert(self._model.num_experts)]
         for start in range(0, len(routed), at_once):
             group = routed[start : start + at_once]
-            if self._planned:
+            if self._planned and not all(map(self._is_done, group)):
                 self._quantize(group)
             for one in group:
                 self._add_output(one, out)
@@ -91,11 +91,13 @@ class ExpertPass:
             chosen = [a for a in work if a.spec.name.endswith(names)]
             self._quantizer.quantize(chosen, self._planned[0][0].layout)
 
-    def _assignments(self, one: _Routed) -> Iterator[Assignment]:
-        """What is left to do of an expert; its Hessians are made only if there is something."""
+    def _is_done(self, one: _Routed) -> bool:
         planned = self._planned[one.expert]
-        if all(self._quantizer.is_done(p.spec.name, p.layout) for p in planned):
-            return
+        return all(self._quantizer.is_done(p.spec.name, p.layout) for p in planned)
+
+    def _assignments(self, one: _Routed) -> Iterator[Assignment]:
+        """The three linears of an expert, with the Hessians of its tokens."""
+        planned = self._planned[one.expert]
         dense = [self._dense(one.expert, name) for name in PROJECTIONS]
         hessians = self._expert_hessians(one, dense[0], dense[1])
         moments = (hessians.gate_up, hessians.gate_up, hessians.down)

@@ -102,7 +102,7 @@ def _weighed(plan: JobPlan, rows: Tensor, state: State) -> JobPlan:
 def _identity(plan: JobPlan, texts: Calibration) -> dict[str, Any]:
     """What decides the output's bytes, as JSON: two runs that agree in it are one job."""
     options, bits = plan.options, plan.contents.bits
-    checkpoint = plan.contents.checkpoint
+    checkpoint, device = plan.contents.checkpoint, torch.device(options.device).type
     files = {info.file for info in checkpoint.infos.values()}
     files |= {checkpoint.path / name for name in ("config.json", "tokenizer.json")}
     source = {}
@@ -118,7 +118,8 @@ def _identity(plan: JobPlan, texts: Calibration) -> dict[str, Any]:
         "route_all": options.route_all,
         "mtp": options.mtp,
         "shim": options.shim,
-        "device": torch.device(options.device).type,
+        "device": device,
+        "at_once": None if device == "cpu" else options.at_once,  # orders a GPU's sums
         "calibration": {
             "texts": list(texts.texts),
             "size": list(texts.rows.shape),

@@ -125,13 +125,8 @@ class LayerPass:
             for p in self.linears
             if p.spec.name.startswith(f"{self._prefix}{prefix}")
         }
-        pending = {
-            local: planned
-            for local, planned in linears.items()
-            if not self.quantizer.is_done(planned.spec.name, WHOLE)
-        }
-        if pending:
-            moments = InputMoments(pending)
+        if not all(self.quantizer.is_done(p.spec.name, WHOLE) for p in linears.values()):
+            moments = InputMoments(linears)
             observed(moments.observe)
             work = [
                 Assignment(
@@ -142,7 +137,7 @@ class LayerPass:
                     coverage=Coverage.ALL,
                     tokens=tokens,
                 )
-                for local, planned in pending.items()
+                for local, planned in linears.items()
             ]
             self.quantizer.quantize(work, WHOLE)
         for local, planned in linears.items():

@@ -41,7 +41,7 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _Piece:
     matrix: Matrix
     weight: Tensor  # (in, out)
     hessian: Tensor | None
@@ -61,15 +61,20 @@ class LinearQuantizer:
         return all(map(self.store.has, layout.matrices(name)))
 
     def quantize(self, work: Iterable[Assignment], layout: Layout) -> None:
-        """Store every matrix of `work` that is not stored yet."""
-        groups: dict[tuple[object, ...], list[_Pending]] = {}
+        """Store every matrix of `work` that is not stored yet.
+
+        Matrices of one shape are encoded in one call, with all of them if one is missing: sums on a
+        GPU may depend on how many there are, and a run that goes on must find the same bits.
+        """
+        groups: dict[tuple[object, ...], list[_Piece]] = {}
         for assignment in work:
-            for pending in self._pending(assignment, layout):
+            for piece in _pieces(assignment, layout):
                 has_scale = assignment.scale is not None
-                key = (*pending.weight.shape, assignment.bits, has_scale)
-                groups.setdefault(key, []).append(pending)
+                key = (*piece.weight.shape, assignment.bits, has_scale)
+                groups.setdefault(key, []).append(piece)
         for group in groups.values():
-            self._quantize_group(group, layout)
+            if not all(self.store.has(piece.matrix) for piece in group):
+                self._quantize_group(group, layout)
 
     def decoded(self, spec: LinearSpec, layout: Layout, device: torch.device) -> Tensor:
         """The stored linear as a dense fp32 weight (out_features, in_features), padding cut off."""
@@ -77,18 +82,7 @@ class LinearQuantizer:
         whole = decode(parts, spec.shard, device)
         return whole[: spec.in_features, : spec.out_features].T
 
-    def _pending(self, assignment: Assignment, layout: Layout) -> list[_Pending]:
-        matrices = layout.matrices(assignment.spec.name)
-        if all(map(self.store.has, matrices)):
-            return []
-        pieces = layout.split(assignment.weight.T, assignment.hessian, assignment.spec.shard)
-        return [
-            _Pending(matrix, weight, hessian, assignment)
-            for matrix, (weight, hessian) in zip(matrices, pieces, strict=True)
-            if not self.store.has(matrix)
-        ]
-
-    def _quantize_group(self, group: Sequence[_Pending], layout: Layout) -> None:
+    def _quantize_group(self, group: Sequence[_Piece], layout: Layout) -> None:
         """Matrices of one shape, rate and way to find their scale, in one call."""
         begun = time.monotonic()
         scales = [p.owner.scale for p in group if p.owner.scale is not None]
@@ -101,10 +95,12 @@ class LinearQuantizer:
             seeds=[matrix_seed(self.seed, p.matrix.name) for p in group],
         )
         seconds = (time.monotonic() - begun) / len(group)
-        for pending, (tensor, stats) in zip(group, done, strict=True):
-            owner = pending.owner
+        for piece, (tensor, stats) in zip(group, done, strict=True):
+            if self.store.has(piece.matrix):
+                continue
+            owner = piece.owner
             result = MatrixResult(
-                name=pending.matrix.name,
+                name=piece.matrix.name,
                 bits=owner.bits,
                 proxy_error=stats.proxy_error,
                 scale=stats.scale,
@@ -112,7 +108,14 @@ class LinearQuantizer:
                 tokens=owner.tokens,
             )
             parts = layout.parts(tensor, owner.spec.shard)
-            self.store.put(pending.matrix, parts, result, seconds)
+            self.store.put(piece.matrix, parts, result, seconds)
+
+
+def _pieces(assignment: Assignment, layout: Layout) -> list[_Piece]:
+    """The matrices of a linear with their parts of its weight and Hessian."""
+    matrices = layout.matrices(assignment.spec.name)
+    parts = layout.split(assignment.weight.T, assignment.hessian, assignment.spec.shard)
+    return [_Piece(m, *part, assignment) for m, part in zip(matrices, parts, strict=True)]
 
 
 def matrix_seed(seed: int, name: str) -> int:
