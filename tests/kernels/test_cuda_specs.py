@@ -13,7 +13,13 @@ from exl3kit.jit.cache import load_or_compile
 from exl3kit.jit.source import SOURCES
 from exl3kit.jit.spec import ARCHES
 from exl3kit.kernels.catalogue import all_specs
-from exl3kit.kernels.encode_cuda import _check_shared, kept_rows, row_nodes
+from exl3kit.kernels.encode_cuda import (
+    _STATIC_SHARED,
+    SPECS,
+    _check_shared,
+    kept_rows,
+    row_nodes,
+)
 
 
 @pytest.mark.slow
@@ -49,6 +55,11 @@ def test_encoder_scratch_is_what_the_kernel_takes(tmp_path: Path) -> None:
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     expected = [f"{kept_rows(bits)} {row_nodes(bits)}" for bits in SUPPORTED_BITS]
     assert printed.split("\n")[:-1] == expected
+
+
+def test_static_shared_memory_of_the_encoder_is_accounted_for() -> None:
+    taken = load_or_compile(SPECS[0], "sm_90a").resources.shared_bytes
+    assert _STATIC_SHARED - 256 < taken <= _STATIC_SHARED
 
 
 def test_one_bit_needs_more_shared_memory_than_some_devices_have() -> None:
