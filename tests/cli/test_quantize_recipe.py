@@ -50,11 +50,11 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def quantized(runner: CliRunner, recipe: Path, *options: str) -> tuple[list[float], str]:
     """Bits of layer 1's experts, and what was printed."""
     source, out = recipe.parent / "source", recipe.parent / "out"
-    asked = ["quantize", str(source), str(out), "--recipe", str(recipe), *options]
+    asked = ["quantize", str(source), str(out), "--recipe", str(recipe), "--tp", "1", *options]
     result = runner.invoke(app, asked)
     assert result.exit_code == 0, result.stderr
     infos = open_checkpoint(out).infos
-    names = [f"model.layers.1.mlp.experts.{e}.up_proj.trellis" for e in range(4)]
+    names = [f"model.layers.1.mlp.experts.{e}.up_proj.rank0.trellis" for e in range(4)]
     assert infos["lm_head.trellis"].shape[2] == 5 * 16
     return [infos[name].shape[2] / 16 for name in names], result.stdout
 
