@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from exl3kit.checkpoint.header import read_header
 from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import CheckpointError
 from exl3kit.models.registry import model_map
@@ -119,6 +120,22 @@ def test_bytes_that_never_reached_the_disk_are_made_again(source: Path, tmp_path
     assert {k: v for k, v in found.items() if not k.endswith("jsonl")} == {
         k: v for k, v in whole.items() if not k.endswith("jsonl")
     }
+
+
+def test_a_marker_that_never_reached_the_disk_is_written_again(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Stop):
+        quantize_checkpoint(source, out, OPTIONS, progress=stop_after(20))
+    newest = max(out.glob("*.part"))
+    markers = [info for info in read_header(newest).tensors.values() if info.name.endswith(".mcg")]
+    with newest.open("r+b") as file:
+        for info in markers:
+            file.seek(info.start)
+            file.write(b"\0" * info.nbytes)
+    quantize_checkpoint(source, out, OPTIONS)
+    assert not verify_checkpoint(out, model_map).faults
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,13 @@ class Store:
 
     def get(self, matrix: Matrix) -> list[Exl3Tensor]:
         """The stored parts of a matrix that is done."""
-        marker = make_marker(self._codebook)
-        markers = {} if marker is None else {str(self._codebook): marker}
-        parts = []
-        for name in matrix.stored:
-            read = {f: self._shard.read(f"{name}.{f}") for f in ("trellis", "suh", "svh")}
-            parts.append(Exl3Tensor(**read, **markers, name=name))
-        return parts
+        fields = ["trellis", "suh", "svh"]
+        if make_marker(self._codebook) is not None:
+            fields.append(str(self._codebook))
+        return [
+            Exl3Tensor(**{f: self._shard.read(f"{name}.{f}") for f in fields}, name=name)
+            for name in matrix.stored
+        ]
 
     def result(self, matrix: Matrix) -> MatrixResult:
         """What a matrix that is done has cost."""
