@@ -22,6 +22,7 @@ from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import CheckpointError
 from exl3kit.models.registry import model_map
 from exl3kit.quantize.job import quantize_checkpoint
+from exl3kit.quantize.journal import read_log
 from exl3kit.quantize.preflight import QuantizeOptions
 from exl3kit.quantize.store import Step
 from exl3kit.testing.tiny_model import write_tiny_model
@@ -136,6 +137,60 @@ def test_a_marker_that_never_reached_the_disk_is_written_again(
             file.write(b"\0" * info.nbytes)
     quantize_checkpoint(source, out, OPTIONS)
     assert not verify_checkpoint(out, model_map).faults
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 40, b"[1]", b'{"name": 1}', b"\xff\xfe{"])
+def test_a_damaged_line_of_the_log_is_skipped_and_its_matrix_made_again(
+    source: Path, tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, seen = tmp_path / "quantization_log.jsonl", list[Step]()
+    with pytest.raises(Stop):
+        quantize_checkpoint(source, tmp_path, OPTIONS, progress=stop_after(15))
+    lines = log.read_bytes().splitlines()
+    log.write_bytes(b"\n".join([*lines[:-2], damage, lines[-1]]) + b"\n")
+    quantize_checkpoint(source, tmp_path, OPTIONS, progress=seen.append)
+    assert seen[0].done == 14
+    assert f"{log}: line {len(lines) - 1} is damaged" in caplog.text
+    assert not verify_checkpoint(tmp_path, model_map).faults
+    assert len(read_log(tmp_path)) == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("quantization_log.jsonl", r"expected a line of 'model\.layers\.1\.mlp\.experts\.0"),
+        ("shard-00002.part", r"shard-00002\.part: expected this shard"),
+        (".exl3kit-job/state.json", r"state\.json: expected the state of a job"),
+    ],
+)
+def test_what_a_complete_layer_has_lost_is_named(
+    source: Path, tmp_path: Path, name: str, words: str
+) -> None:
+    with pytest.raises(Stop):  # layer 0 is copied, 1 and 2 have 12 matrices each
+        quantize_checkpoint(source, tmp_path, OPTIONS, progress=stop_after(14))
+    path = tmp_path / name
+    path.unlink()
+    if path.suffix != ".part":
+        path.write_text("{}\n")
+    with pytest.raises(CheckpointError, match=words):
+        quantize_checkpoint(source, tmp_path, OPTIONS)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_run_killed_while_it_cleans_up_leaves_a_finished_output(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(work: Path) -> None:
+        (work / "state.json").unlink()
+        raise Stop
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(Stop):
+        quantize_checkpoint(source, tmp_path, OPTIONS)
+    before = digests_of_parts(tmp_path)
+    with pytest.raises(CheckpointError, match="expected an empty or new output folder"):
+        quantize_checkpoint(source, tmp_path, OPTIONS)
+    assert digests_of_parts(tmp_path) == before == {}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 It is the user's log and the job's memory at once: a line says that a matrix is stored and what it
 cost, and carries the CRC-32 of its stored bytes, so that after a power cut a line whose bytes never
-reached the disk is found out. Times make it the one file of two equal jobs that differs, so it is
-not in SHA256SUMS.
+reached the disk is found out. A line that is no record, as zeros after such a cut, counts for
+nothing: its matrix is made again. Times make it the one file of two equal jobs that differs, so it
+is not in SHA256SUMS.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import torch
 from exl3kit.checkpoint.atomic import disk_errors
 from exl3kit.errors import CheckpointError
 from exl3kit.format.tensors import Exl3Tensor
+from exl3kit.log import get_logger
 from exl3kit.quantize.hessian import Coverage
+
+_log = get_logger(__name__)
 
 LOG_NAME = "quantization_log.jsonl"
 
@@ -51,7 +55,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         whole = _whole_lines(path) if path.exists() else b""
-        self._lines = _parse(whole)
+        self._lines = _parse(whole, path)
         with disk_errors(path.parent):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             os.ftruncate(self._descriptor, len(whole))
@@ -62,7 +66,12 @@ class Journal:
         return self._lines.get(name)
 
     def result(self, name: str) -> MatrixResult:
-        """The result of a matrix that is done."""
+        """The result of a matrix that is done; CheckpointError if the log has no line of it."""
+        if name not in self._lines:
+            raise CheckpointError(
+                f"{self._path}: expected a line of {name!r}, which is stored, found none; the log "
+                "is damaged: restore it, or begin again in another folder"
+            )
         return self._lines[name][0]
 
     def add(self, result: MatrixResult, crc: int, seconds: float) -> None:
@@ -96,7 +105,7 @@ def read_log(folder: Path) -> list[MatrixResult]:
     path = folder / LOG_NAME
     if not path.is_file():
         raise CheckpointError(f"{path}: expected the log of `exl3kit quantize`, found none")
-    return [result for result, _ in _parse(_whole_lines(path)).values()]
+    return [result for result, _ in _parse(_whole_lines(path), path).values()]
 
 
 def _whole_lines(path: Path) -> bytes:
@@ -105,16 +114,30 @@ def _whole_lines(path: Path) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def _parse(data: bytes) -> dict[str, tuple[MatrixResult, int]]:
+def _parse(data: bytes, path: Path) -> dict[str, tuple[MatrixResult, int]]:
     """Result and CRC-32 by name; of a matrix that was made again, the last."""
     found: dict[str, tuple[MatrixResult, int]] = {}
-    for line in data.splitlines():
-        record: dict[str, Any] = json.loads(line)
-        del record["seconds"]
-        crc = record.pop("crc32")
-        record["coverage"] = Coverage(record["coverage"])
-        found[record["name"]] = MatrixResult(**record), crc
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            result, crc = _record(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            _log.warning("%s: line %d is damaged and counts for nothing", path, number)
+        else:
+            found[result.name] = result, crc
     return found
+
+
+def _record(line: bytes) -> tuple[MatrixResult, int]:
+    """What `add` wrote; ValueError, TypeError or KeyError for anything else."""
+    record: dict[str, Any] = json.loads(line)
+    crc = int(record.pop("crc32"))
+    del record["seconds"]
+    record["coverage"] = Coverage(record["coverage"])
+    result = MatrixResult(**record)
+    numbers = result.bits, result.proxy_error, result.scale, result.tokens
+    if not isinstance(result.name, str) or not all(isinstance(x, int | float) for x in numbers):
+        raise TypeError(line)
+    return result, crc
 
 
 def crc32(parts: Iterable[Exl3Tensor]) -> int:

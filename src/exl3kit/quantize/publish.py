@@ -41,7 +41,7 @@ def publish(
             write_file(out / name, data)
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            name = final_name(number, len(shards))
             part = out / part_name(number)
             if part.exists():
                 part.rename(out / name)
@@ -56,6 +56,11 @@ def publish(
         write_file(out / INDEX_NAME, texts[INDEX_NAME])
         write_file(out / CHECKSUMS_NAME, sums.encode())
         write_file(out / "config.json", texts["config.json"])
+
+
+def final_name(number: int, count: int) -> str:
+    """Name of shard `number`, from 1 on, of a checkpoint with `count` of them."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def side_files(source: Path) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exl3kit.checkpoint.shard import part_name
+from exl3kit.errors import CheckpointError
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.quantize.activations import Hidden, Scratch
 from exl3kit.quantize.bit_plan import HEAD
@@ -23,6 +24,7 @@ from exl3kit.quantize.layer import Buffers, LayerPass
 from exl3kit.quantize.layout import WHOLE
 from exl3kit.quantize.linears import Assignment, LinearQuantizer
 from exl3kit.quantize.preflight import JobPlan
+from exl3kit.quantize.publish import final_name
 from exl3kit.quantize.shard_file import ShardFile
 from exl3kit.quantize.store import Progress, Store
 from exl3kit.quantize.weights import LayerWeights
@@ -62,6 +64,7 @@ class Stages:
         hidden: Hidden | None = None
         for index, layer in enumerate(self._order):
             if index < self._state.stages:
+                self._require_complete(layer)
                 continue
             if index <= last and hidden is None:
                 hidden = self._first_hidden()
@@ -73,6 +76,19 @@ class Stages:
                     hidden = self._quantize(layer, hidden, store)
                 shard.sync()
                 self._complete(index, layer, shard.digest(), hidden if index < last else None)
+
+    def _require_complete(self, layer: int | None) -> None:
+        """CheckpointError if a stage that an earlier run completed has lost its shard or its log:
+        the hidden states to make it again from are gone."""
+        number, count = self._contents.shard_number(layer), len(self._contents.layers)
+        part = self._part(layer)
+        if not part.exists() and not (self._out / final_name(number, count)).exists():
+            raise CheckpointError(
+                f"{part}: expected this shard, which an earlier run completed, found none; restore "
+                "it, or begin again in another folder"
+            )
+        for matrix in self._contents.matrices(layer):
+            self._journal.result(matrix.name)
 
     def _part(self, layer: int | None) -> Path:
         return self._out / part_name(self._contents.shard_number(layer))

@@ -73,15 +73,24 @@ class State:
 
     @classmethod
     def read(cls, work: Path) -> State:
-        """What was last written, or the state of a job that has done nothing."""
+        """What was last written, or the state of a job that has done nothing.
+
+        CheckpointError if the file holds anything else.
+        """
         path = work / _STATE
         if not path.exists():
             return cls(work)
         stored = read_json_object(path)
-        stored["digests"] = {layer: digest for layer, digest in stored["digests"]}
-        if (weights := stored["expert_weights"]) is not None:
-            stored["expert_weights"] = {(layer, expert): w for layer, expert, w in weights}
-        return cls(work, **stored)
+        try:
+            stored["digests"] = {layer: digest for layer, digest in stored["digests"]}
+            if (weights := stored["expert_weights"]) is not None:
+                stored["expert_weights"] = {(layer, expert): w for layer, expert, w in weights}
+            return cls(work, **stored)
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(
+                f"{path}: expected the state of a job, found something else; begin again in "
+                "another folder"
+            ) from None
 
     def write(self) -> None:
         """Replace state.json, then remove hidden states that it no longer names."""
@@ -98,7 +107,11 @@ class State:
 
 
 def remove_work(work: Path) -> None:
-    """End the job: the output is complete."""
+    """End the job: the output is complete.
+
+    job.json goes first: a kill in the middle must not leave a job that seems to have done nothing.
+    """
+    (work / _JOB).unlink()
     shutil.rmtree(work)
 
 
