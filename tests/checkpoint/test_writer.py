@@ -223,6 +223,15 @@ def test_killed_run_is_no_model_and_the_next_run_starts_clean(
     assert not any(name.startswith("old.") for name in open_checkpoint(out).names())
 
 
+def test_second_run_into_a_folder_that_is_being_written_is_refused(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path / "m") as writer:
+        writer.add("a", torch.zeros(1))
+        with pytest.raises(CheckpointError, match="another run is writing this folder"):
+            CheckpointWriter(tmp_path / "m")
+        writer.finish(CONFIG)
+    assert open_checkpoint(tmp_path / "m").names() == ["a"]
+
+
 def test_unfinished_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     CheckpointWriter(tmp_path).write_json("map.json", {})
     (tmp_path / "notes.txt").write_text("keep")

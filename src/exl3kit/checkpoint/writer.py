@@ -3,7 +3,8 @@
 Shards are `shard-0000i.part` until `finish` gives them their final names, then writes the index,
 the checksums and, last of all, config.json: without config.json neither vLLM, transformers nor
 exllamav3 takes a folder for a model. `.exl3kit-unfinished` marks a folder whose run did not end and
-lists its side files: the next run removes those and its shards, and starts clean.
+lists its side files: the next run removes those and its shards, and starts clean. It is locked
+while a run is at work, so that a second one into the same folder is refused and does not clear it.
 
 `add` takes tensors as they are made. They go to a spool file, which becomes a shard when it is
 full: memory stays at one tensor, at the price of writing every byte twice and of one more shard of
@@ -12,6 +13,7 @@ disk. `copy` takes tensors made of stored bytes and streams them, each byte writ
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -87,7 +89,7 @@ class CheckpointWriter:
         self._spool: BinaryIO | None = None
         self._is_open = True
         with disk_errors(self.path):
-            _claim(self.path)
+            self._lock = _claim(self.path)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write `tensor` (any dtype of safetensors, any device) under `name`; copies its bytes out.
@@ -173,6 +175,7 @@ class CheckpointWriter:
             raise
         self._is_open = False
         (self.path / UNFINISHED_NAME).unlink(missing_ok=True)
+        self._lock.close()
         return self.path
 
     def abort(self) -> None:
@@ -184,6 +187,7 @@ class CheckpointWriter:
             with suppress(OSError):  # closing flushes, which fails again on a full disk
                 self._spool.close()
         _clear(self.path)
+        self._lock.close()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -294,20 +298,35 @@ def _spool_chunks(entries: list[_Spooled], spool: BinaryIO) -> Iterator[bytes]:
             yield chunk
 
 
-def _claim(path: Path) -> None:
-    """Make `path` an empty folder marked unfinished, or refuse to touch it."""
+def _claim(path: Path) -> BinaryIO:
+    """Make `path` an empty folder marked unfinished, or refuse to touch it; the marker, locked."""
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: expected a folder to write to, found a file")
     path.mkdir(parents=True, exist_ok=True)
     if (path / UNFINISHED_NAME).exists() and not (path / "config.json").exists():
-        _clear(path)
+        with _locked_marker(path):
+            _clear(path)
     if found := sorted(item.name for item in path.iterdir()):
         raise CheckpointError(
             f"{path}: expected an empty or new output folder, found {', '.join(found[:5])}"
             f"{', ...' if len(found) > 5 else ''}; name another folder or remove this one"
         )
-    (path / UNFINISHED_NAME).touch()
+    marker = _locked_marker(path)
     sync_folder(path)
+    return marker
+
+
+def _locked_marker(path: Path) -> BinaryIO:
+    """The marker of an unfinished folder; CheckpointError while another run holds its lock."""
+    marker = (path / UNFINISHED_NAME).open("ab")
+    try:
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        marker.close()
+        raise CheckpointError(
+            f"{path}: another run is writing this folder; wait for it, or name another folder"
+        ) from None
+    return marker
 
 
 def _clear(path: Path) -> None:
