@@ -11,6 +11,8 @@ import torch
 
 from exl3kit.integrations.transformers.experts import Exl3Experts
 from exl3kit.integrations.transformers.linear import Exl3Linear
+from exl3kit.slicing.job import slice_checkpoint
+from exl3kit.slicing.plan import SliceOptions
 from exl3kit.testing.checkpoints import OrdinaryOptions, write_r7
 from exl3kit.testing.dense import write_dense_twin
 from exl3kit.testing.tiny_configs import MODEL_TYPES, MOE_TYPES, MTP_TYPES, tiny_config_of
@@ -119,6 +121,17 @@ def test_widths_that_are_padded(
     keys = {"hidden_size": 144, "intermediate_size": 200, "moe_intermediate_size": 96}
     keys |= {"head_dim": 40, "vocab_size": 320}
     check_equal(ordinary("qwen3_moe", **keys), record_property)
+
+
+def test_rank_sliced_width_that_is_padded(
+    ordinary: Callable[..., Path], record_property: Callable[[str, object], None]
+) -> None:
+    """192 channels are stored as 256: the first slice is full, half of the second is padding."""
+    options = OrdinaryOptions(codebook="mcg", head_bits=None)
+    whole = ordinary("qwen3_moe", options, moe_intermediate_size=192)
+    sliced = whole.parent / "sliced"
+    slice_checkpoint(whole, sliced, SliceOptions(tp=2))
+    check_equal(sliced, record_property)
 
 
 def test_mlp_in_slices(

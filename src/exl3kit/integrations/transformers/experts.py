@@ -18,8 +18,10 @@ import torch
 
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.names import PROJECTIONS, shared_h_name
+from exl3kit.checkpoint.padding import check_padding
 from exl3kit.checkpoint.r7 import r7_shared_name
-from exl3kit.errors import CheckpointError, UnsupportedError
+from exl3kit.checkpoint.widths import padded
+from exl3kit.errors import UnsupportedError
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.integrations.transformers.linear import (
     crop,
@@ -59,8 +61,13 @@ class Exl3Experts(torch.nn.Module):
         FormatError, CheckpointError and UnsupportedError name the tensor or the module.
         """
         experts = self._experts()
-        for part in (part for expert in experts for part in expert):
-            self._check(part, intermediate_size // self.slices)
+        padding = padded(intermediate_size) - intermediate_size
+        for expert in experts:
+            for part in expert:
+                self._check(part)
+            if padding:  # at the end of the last slice
+                gate, up, _ = expert[-1]
+                check_padding({f"{part.name}.svh": part.svh for part in (gate, up)}, padding)
         self._pack(experts)
 
     def forward(
@@ -104,22 +111,15 @@ class Exl3Experts(torch.nn.Module):
     def _below(self, name: str) -> str:
         return name.removeprefix(f"{self.name}.")
 
-    def _check(self, part: Slice, width: int) -> None:
-        """Refuse what the kernel cannot do; `width` is the model's, before padding."""
-        gate, up, _ = part
+    def _check(self, part: Slice) -> None:
+        """Refuse what the kernel cannot do."""
         if other := [tensor for tensor in part if tensor.codebook != self.codebook]:
             raise UnsupportedError(
                 f"{other[0].name}: expected codebook {self.codebook}, as others of this layer's "
                 f"experts have, got {other[0].codebook}"
             )
         if any(tensor.bias is not None for tensor in part):
-            raise UnsupportedError(f"{gate.name}: a bias of a routed expert is not supported")
-        for tensor in (gate, up):
-            if tensor.svh[width:].any():
-                raise CheckpointError(
-                    f"tensor '{tensor.name}.svh': expected zeros from {width} on, where the "
-                    "intermediate size is padded; nothing is cropped between up and down"
-                )
+            raise UnsupportedError(f"{part[0].name}: a bias of a routed expert is not supported")
 
     def _pack(self, experts: list[list[Slice]]) -> None:
         """Copy the experts of each rate behind one another."""
