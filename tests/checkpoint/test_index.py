@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ def test_all_faults_are_collected(tmp_path: Path) -> None:
 def test_absurd_shard_count_is_refused_not_listed(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "model-1-of-999999999.safetensors")
     assert "claim a set of 999999999" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", [TWO, INDEX_NAME])
+def test_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    pipe = write_shards(tmp_path) / name
+    pipe.unlink()
+    os.mkfifo(pipe)
+    writer = os.open(pipe, os.O_RDWR)  # a reader would get these bytes, not wait for ever
+    try:
+        os.write(writer, bytes(8))
+        assert f"{name}: cannot read: expected a regular file" in refusal(tmp_path)
+    finally:
+        os.close(writer)
 
 
 def test_folder_without_weights(tmp_path: Path) -> None:

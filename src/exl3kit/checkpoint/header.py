@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from exl3kit.checkpoint.jsonfile import is_int, parse_json
+from exl3kit.checkpoint.jsonfile import check_regular, is_int, parse_json
 from exl3kit.checkpoint.keys import show
 from exl3kit.errors import CheckpointError
 
@@ -73,6 +73,7 @@ class FileHeader:
 def read_header(path: Path) -> FileHeader:
     """Read and check the header of `path`. CheckpointError names the file and what is wrong."""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = _header_length(file.read(8), size, path)

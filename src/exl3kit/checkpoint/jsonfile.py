@@ -7,6 +7,8 @@ checkpoint is untrusted input, so all of that becomes one `CheckpointError` whic
 from __future__ import annotations
 
 import json
+import math
+import stat
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
@@ -19,11 +21,15 @@ MAX_JSON_BYTES = 256 * 2**20
 def parse_json(text: bytes, where: str) -> Any:
     """The value of UTF-8 JSON `text`; CheckpointError names `where` if it is none.
 
-    Refuses duplicate keys, NaN and Infinity, and nesting deeper than Python's parser can follow.
+    Refuses duplicate keys, NaN, Infinity and what overflows to it (1e999), and nesting deeper than
+    Python's parser can follow.
     """
     try:
         return json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant
+            text.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_constant,
+            parse_float=_finite,
         )
     except CheckpointError as err:
         raise CheckpointError(f"{where}: {err}") from None
@@ -36,12 +42,19 @@ def parse_json(text: bytes, where: str) -> Any:
 def read_json(path: Path) -> Any:
     """The value of a JSON file of at most MAX_JSON_BYTES; CheckpointError names the file."""
     try:
+        check_regular(path)
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, expected at most {MAX_JSON_BYTES}")
         return parse_json(path.read_bytes(), str(path))
     except OSError as err:
         raise CheckpointError(f"{path}: cannot read: {err.strerror}") from None
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is there and no file: opening a pipe waits, and a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path}: cannot read: expected a regular file, or a link to one")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -80,3 +93,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> NoReturn:
     raise CheckpointError(f"{text} is not a JSON value")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise CheckpointError(f"{text[:40]} is too large for a number")
+    return value
