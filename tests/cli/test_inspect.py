@@ -58,3 +58,19 @@ def test_sizes_that_cannot_be_say_why(runner: CliRunner, tmp_path: Path) -> None
     shown = runner.invoke(app, ["inspect", str(path)]).stdout
     assert "tensor-parallel sizes that work: 1\n" in shown
     assert "not 2: mlp.experts.*.gate_proj: 320, stored as 384, / 2 = 192" in shown
+
+
+def test_text_of_a_config_cannot_steer_the_terminal(runner: CliRunner, tmp_path: Path) -> None:
+    """An escape sequence, and a lone surrogate, which no encoder takes."""
+    path = write_ordinary(tmp_path / "m", tiny_config_of("llama"))
+    config = json.loads((path / "config.json").read_text())
+    config["architectures"] = ["Mine\x1b[2J\ud800"]
+    (path / "config.json").write_text(json.dumps(config))
+    result = runner.invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 0
+    assert "Mine\\x1b[2J\\ud800" in result.stdout and "\x1b" not in result.stdout
+
+
+def test_memory_without_end_is_a_usage_error(runner: CliRunner, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["inspect", str(tmp_path), "--tp", "1", "--vram", "inf"])
+    assert result.exit_code == 2 and "--vram" in result.stderr

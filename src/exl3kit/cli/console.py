@@ -14,9 +14,16 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+def plain(text: str) -> str:
+    """Text of a file's for a terminal: no markup, and control characters and lone surrogates, which
+    steer or break the output, as backslash escapes.
+    """
+    return escape("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+
+
 def print_error(message: str) -> None:
-    """One red line on stderr; text of the message is never taken for markup."""
-    err.print(f"[red]error:[/red] {escape(message)}", soft_wrap=True)
+    """One red line on stderr; text of the message is shown as it is."""
+    err.print(f"[red]error:[/red] {plain(message)}", soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

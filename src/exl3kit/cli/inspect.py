@@ -21,7 +21,8 @@ def inspect(
         int | None, typer.Option(help="Plan the memory of each of so many GPUs.", min=1, max=1024)
     ] = None,
     vram: Annotated[
-        float | None, typer.Option(help="GiB of each GPU that the engine may use.", min=0)
+        float | None,
+        typer.Option(help="GiB of each GPU for the engine.", min=0, max=2**20),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of the longest sequence.", min=1)

@@ -6,10 +6,9 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
-from exl3kit.cli.console import format_bytes, out
+from exl3kit.cli.console import format_bytes, out, plain
 
 _HEADINGS = ("tensors", "size", "bits", "trellis", "matrices")
 _TABLES = ("kinds", "layers", "bytes", "bytes_by_dtype", "possible_tp", "impossible_tp", "plan")
@@ -20,7 +19,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     facts = Table.grid(padding=(0, 2))
     for key, value in summary.items():
         if key not in _TABLES and value is not None:
-            facts.add_row(key, escape(f"{value:.3f}" if isinstance(value, float) else str(value)))
+            facts.add_row(key, plain(f"{value:.3f}" if isinstance(value, float) else str(value)))
     if "bytes_by_dtype" in summary:
         sizes = summary["bytes_by_dtype"].items()
         facts.add_row("bytes", ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes))
@@ -99,7 +98,7 @@ def _print_tp(summary: dict[str, Any]) -> None:
     out.print(f"tensor-parallel sizes that work: {works}")
     for tp, faults in summary["impossible_tp"].items():
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        out.print(f"  not {tp}: {escape(faults[0])}{more}", style="dim", soft_wrap=True)
+        out.print(f"  not {tp}: {plain(faults[0])}{more}", style="dim", soft_wrap=True)
 
 
 def _plan(plan: dict[str, Any]) -> Table:
