@@ -77,3 +77,9 @@ def test_exl3_attention_needs_blocks_too() -> None:
     assert tp_faults(model, 2, None, is_expert) == []
     (fault, *_) = tp_faults(model, 2, None, lambda module: True)
     assert fault == "self_attn.k_proj: 128 / 2 = 64 is not a multiple of 128"
+
+
+def test_a_reason_of_dense_and_expert_layers_is_given_once() -> None:
+    model = model_map(tiny_config_of("glm4_moe"))
+    faults = tp_faults(model, 2, None, lambda module: True)
+    assert len(faults) == len(set(faults)) > 0

@@ -45,7 +45,7 @@ def tp_faults(
         merge = "merge it with exl3kit slice if it was cut from whole matrices, else quantise again"
         way = merge if tp % file_tp else cut
         faults.append(f"experts are stored for {file_tp} ranks, no multiple of {tp}: {way}")
-    return faults
+    return list(dict.fromkeys(faults))  # dense and expert layers have the same attention
 
 
 def _head_faults(model: DecoderMap, tp: int) -> list[str]:
