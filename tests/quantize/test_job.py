@@ -20,6 +20,7 @@ from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.errors import CheckpointError, Exl3Error, FormatError, SliceError, UnsupportedError
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.models.registry import model_map
+from exl3kit.quantize.bit_plan import BitPlan
 from exl3kit.quantize.documents import TextError
 from exl3kit.quantize.job import quantize_checkpoint
 from exl3kit.quantize.preflight import QuantizeOptions
@@ -241,6 +242,8 @@ def test_a_dead_layer_needs_no_hessian(source: Path, tmp_path: Path) -> None:
         ({"codebook": "mul1"}, FormatError, "expected mcg for rank-sliced experts, got mul1"),
         ({"tp": None, "bits": 8.5}, FormatError, "bits: expected 1 to 8, got 8.5"),
         ({"tp": None, "shim": "modelopt"}, FormatError, "only rank-sliced files have one"),
+        ({"tp": None, "slice_mode": "cut"}, FormatError, "slice_mode: 'cut' .*; give a tp"),
+        ({"bits": BitPlan({1: (2,) * 4}, {"model.tpyo": 3})}, FormatError, "module 'model.tpyo'"),
         ({"at_once": 0}, FormatError, "at_once: expected at least 1"),
         ({"device": "abacus"}, UnsupportedError, "device: expected cpu, cuda or cuda:N"),
         ({"device": "cuda:99"}, UnsupportedError, r"device: expected one of \d+ CUDA devices"),

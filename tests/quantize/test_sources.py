@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from exl3kit.checkpoint.modules import dense_weight
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.checkpoint.verify import verify_checkpoint
-from exl3kit.errors import UnsupportedError
+from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.models.registry import model_map
 from exl3kit.quantize.bit_plan import is_kept
 from exl3kit.quantize.job import quantize_checkpoint
@@ -136,3 +139,31 @@ def test_fp8_sources_become_bf16_where_they_are_copied(
     else:
         assert out.config["source_quantization_config"] == original
         assert out.config["hybrid_tr3_tail"]["source_format"] == "FP8"
+
+
+def test_an_fp8_matrix_without_its_scales_is_named(tmp_path: Path) -> None:
+    src = plain(tmp_path / "src", MOE_TYPES[0], torch.bfloat16, fp8=True)
+    scale = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    shard = open_checkpoint(src).info(scale).file
+    tensors = load_file(shard)
+    del tensors[scale]
+    save_file(tensors, shard)
+    index = src / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    del table["weight_map"][scale]
+    index.write_text(json.dumps(table))
+    with pytest.raises(CheckpointError, match=re.escape(scale)):
+        quantize_checkpoint(src, tmp_path / "out", QuantizeOptions(3, rows=2, cols=64))
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_with_a_gap_make_no_rank_sliced_file(tmp_path: Path) -> None:
+    folder = tmp_path / "src"
+    config = tiny_config_of("qwen3_moe", num_layers=4, num_experts=2, mtp_layers=0)
+    config["mlp_only_layers"] = [0, 2]
+    write_plain(folder, config, torch.bfloat16)
+    write_tokenizer(folder)
+    options = QuantizeOptions(3, tp=2, rows=2, cols=64)
+    with pytest.raises(CheckpointError, match=r"moe_layers must be contiguous, got \[1, 3\]"):
+        quantize_checkpoint(folder, tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()

@@ -127,8 +127,6 @@ def plan_job(
     _check_output(options, model)
     mtp_layers = stored_mtp_layers(checkpoint, model)
     bits = _bits(checkpoint, model, options, mtp_layers, expert_weights)
-    dialect = ORDINARY if options.tp is None else RANK_SLICED
-    bits.check(model, dialect, options.codebook)
     _check_tensors(checkpoint, model, mtp_layers)
     layout = WHOLE if options.tp is None else Layout(options.tp, options.slice_mode)
     contents = Contents(checkpoint, model, bits, layout, Codebook(options.codebook))
@@ -233,6 +231,10 @@ def _check_output(options: QuantizeOptions, model: DecoderMap) -> None:
     if options.tp is None:
         if options.shim is not None:
             raise FormatError("shim: only rank-sliced files have one; give a tp")
+        if options.slice_mode != "independent":
+            raise FormatError(
+                f"slice_mode: {options.slice_mode!r} says how ranks' parts are made; give a tp"
+            )
         return
     if options.tp < 1:
         raise SliceError(f"tp: expected at least 1, got {options.tp}")
@@ -257,7 +259,11 @@ def _bits(
     mtp_layers: range,
     expert_weights: Mapping[Expert, float] | None,
 ) -> BitPlan:
-    """The plan for what the source has: the one given, or made of bits, groups and rules."""
+    """The plan for what the source has: the one given, or made of bits, groups and rules.
+
+    It is checked whole: what names no linear of the model is a mistake, what names one that the
+    source happens to lack is left out.
+    """
     if options.mtp == "trellis" and not mtp_layers:
         raise CheckpointError(
             f"{checkpoint.path}: mtp 'trellis': expected a next-token layer in the source, found "
@@ -276,6 +282,7 @@ def _bits(
         bits = plan_bits(
             recipe, model, layers, bits, options.codebook, expert_weights, by_layer=is_ordinary
         )
+    bits.check(model, ORDINARY if options.tp is None else RANK_SLICED, options.codebook)
     kept = set(model.mtp_layers) - set(mtp_layers if options.mtp == "trellis" else ())
     plan = BitPlan(
         {layer: rates for layer, rates in bits.experts.items() if layer not in kept},
