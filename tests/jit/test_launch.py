@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +31,8 @@ class Recorder:
         self.handle = 7
         self.launched: list[tuple[Any, ...]] = []
         self.limits: list[int] = []
-        self.Device = lambda index: SimpleNamespace(set_current=lambda: None)
+        self.device = 0  # the current one
+        self.Device = lambda index: SimpleNamespace(set_current=lambda: self.switch(index))
         self.ObjectCode = SimpleNamespace(from_cubin=lambda cubin, name: self)
         self.Stream = SimpleNamespace(from_handle=lambda handle: f"stream {handle}")
         self.LaunchConfig = dict
@@ -40,8 +43,18 @@ class Recorder:
     def get_kernel(self, symbol: str) -> Recorder:
         return self
 
+    def switch(self, index: int) -> None:
+        self.device = index
+
+    @contextlib.contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        """torch.cuda.device."""
+        before, self.device = self.device, index
+        yield
+        self.device = before
+
     def launch(self, *arguments: Any) -> None:
-        self.launched.append(arguments)
+        self.launched.append((*arguments, self.device))
 
     def cuKernelSetAttribute(self, _: Any, value: int, *__: Any) -> tuple[int]:
         self.limits.append(value)
@@ -49,9 +62,9 @@ class Recorder:
 
 
 def load(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int], stream: int = 0
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], stream: int = 0, index: int = 0
 ) -> tuple[launch.LoadedKernel, Recorder]:
-    """A kernel whose parameters take `sizes` bytes, and what it will be launched with."""
+    """A kernel on device `index` whose parameters take `sizes` bytes, and what launches it."""
     recorder = Recorder(sizes)
     compiled = Compiled(b"", "f", Resources(32, 1024, 0, 0, 0))
     monkeypatch.setattr(cache, "load_or_compile", lambda spec, arch: compiled)
@@ -60,24 +73,28 @@ def load(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     current = SimpleNamespace(cuda_stream=stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
-    launch._stream.cache_clear()
-    launch._config.cache_clear()
-    return launch.LoadedKernel(SPEC, 0), recorder
+    monkeypatch.setattr(torch.cuda, "device", recorder.on)
+    _forget_all()
+    return launch.get_kernel(SPEC, torch.device("cuda", index)), recorder
+
+
+def _forget_all() -> None:
+    for cached in (launch._load, launch._stream, launch._config):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """No recorded stream or configuration outlives a test."""
+def _forget() -> Iterator[None]:
+    """No recorded kernel, stream or configuration outlives a test."""
     yield
-    launch._stream.cache_clear()
-    launch._config.cache_clear()
+    _forget_all()
 
 
 def test_arguments_have_the_types_of_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, recorder = load(monkeypatch, [8, 4, 8, 4], stream=99)
     tensor = torch.zeros(4)
     kernel.launch(2, 32, (tensor[1:], -1, 1 << 40, 0.5))
-    ((stream, config, started, pointer, *numbers),) = recorder.launched
+    ((stream, config, started, pointer, *numbers, _),) = recorder.launched
     assert (stream, started, pointer) == ("stream 99", recorder, tensor.data_ptr() + 4)
     assert [type(number) for number in numbers] == [ctypes.c_int32, ctypes.c_int64, ctypes.c_float]
     assert [number.value for number in numbers] == [-1, 1 << 40, 0.5]
@@ -90,6 +107,15 @@ def test_default_stream_is_the_legacy_one(monkeypatch: pytest.MonkeyPatch) -> No
     kernel, recorder = load(monkeypatch, [8, 4, 8, 4])
     kernel.launch(1, 32, (None, 0, 0, 0))
     assert recorder.launched[0][0] == "legacy"
+
+
+def test_a_device_that_is_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default stream belongs to the current device, which loading and launching give back."""
+    kernel, recorder = load(monkeypatch, [8, 4, 8, 4], index=1)
+    assert recorder.device == 0
+    kernel.launch(1, 32, (None, 0, 0, 0))
+    assert recorder.launched[0][-1] == 1
+    assert recorder.device == 0
 
 
 def test_clusters_are_counted_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

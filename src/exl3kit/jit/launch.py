@@ -38,7 +38,8 @@ def get_kernel(spec: KernelSpec, device: torch.device) -> LoadedKernel:
 
 @functools.cache
 def _load(spec: KernelSpec, index: int) -> LoadedKernel:
-    return LoadedKernel(spec, index)
+    with torch.cuda.device(index):  # cuda-core makes the device current and leaves it so
+        return LoadedKernel(spec, index)
 
 
 class LoadedKernel:
@@ -47,7 +48,8 @@ class LoadedKernel:
     def __init__(self, spec: KernelSpec, index: int) -> None:
         """Raises CompileError, UnsupportedError for an old device, MissingKernelError.
 
-        A kernel can not be loaded while a CUDA graph is captured: MissingKernelError says so.
+        Device `index` is the current one. A kernel can not be loaded while a CUDA graph is
+        captured: MissingKernelError says so.
         """
         if torch.cuda.is_current_stream_capturing():
             raise MissingKernelError(
@@ -88,7 +90,7 @@ class LoadedKernel:
         cluster: Dim | None = None,
         overlaps: bool = False,
     ) -> None:
-        """Start the kernel on torch's current stream of its device.
+        """Start the kernel on torch's current stream of its device, current or not.
 
         grid          blocks, (x,), (x, y) or (x, y, z); always in blocks, also with a cluster
         block         threads
@@ -106,7 +108,8 @@ class LoadedKernel:
         ]
         stream = _stream(torch.cuda.current_stream(self._index).cuda_stream)
         config = _config(grid, block, shared_bytes, cluster, overlaps and self._can_overlap)
-        self._start(stream, config, self._kernel, *packed)
+        with torch.cuda.device(self._index):  # the default stream is the current device's
+            self._start(stream, config, self._kernel, *packed)
 
     def _raise_limit(self, shared_bytes: int) -> None:
         driver = toolkit.cuda_module("cuda.bindings.driver")

@@ -185,9 +185,9 @@ class BoundMoe:
         topk_ids int32 or int64 (T, top_k); expert_map int32 or int64 (E_global,), -1 = not here.
         Routes of weight 0, of an id outside the model or of an expert not here add exactly zero.
 
-        Runs on the current device, which is that of all tensors. Allocates nothing, reads nothing
-        back; can be captured in a CUDA graph. FormatError for more tokens than the plan holds;
-        other shapes are the caller's to check.
+        All tensors are on one device. Allocates nothing, reads nothing back; can be captured in a
+        CUDA graph. FormatError for more tokens than the plan holds; other shapes are the caller's
+        to check.
         """
         tokens, capacity = x.shape[0], self.plan.capacity
         if not 1 <= tokens <= capacity:
@@ -326,8 +326,7 @@ def moe(
     plan = plan_moe(tokens, top_k, hidden, inner, sms, is_shared_h)
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=x.device)
     experts = bind_moe(plan, scratch, weights, codebook)
-    with torch.cuda.device(x.device):
-        for start in range(0, x.shape[0], tokens):
-            part = slice(start, start + tokens)
-            experts.run(x[part], topk_weights[part], topk_ids[part], y[part], expert_map)
+    for start in range(0, x.shape[0], tokens):
+        part = slice(start, start + tokens)
+        experts.run(x[part], topk_weights[part], topk_ids[part], y[part], expert_map)
     return y

@@ -147,12 +147,11 @@ def linear(
     """
     y = x.new_empty((x.shape[0], svh.shape[0]))
     sms = num_multiprocessors(x.device)
-    with torch.cuda.device(x.device):
-        for start in range(0, x.shape[0], MAX_ROWS):
-            part = slice(start, start + MAX_ROWS)
-            plan = plan_linear(len(x[part]), x.shape[1], svh.shape[0], sms)
-            workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device)
-            run_linear(plan, workspace, x[part], trellis, suh, svh, codebook, bias, y[part])
+    for start in range(0, x.shape[0], MAX_ROWS):
+        part = slice(start, start + MAX_ROWS)
+        plan = plan_linear(len(x[part]), x.shape[1], svh.shape[0], sms)
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device)
+        run_linear(plan, workspace, x[part], trellis, suh, svh, codebook, bias, y[part])
     return y
 
 
@@ -167,7 +166,7 @@ def run_linear(
     bias: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    """The launches of one plan, on the current device, which is that of all tensors.
+    """The launches of one plan, on the device of x, which is that of all tensors.
 
     workspace is uint8 of plan.workspace_bytes, aligned to 256; y (rows, n) is written; the rest as
     in `linear`.
