@@ -89,6 +89,14 @@ def test_no_file_is_the_bundled_text(tmp_path: Path) -> None:
     assert (found.texts, found.rows.shape) == (("bundled",), (2, 7))
 
 
+@pytest.mark.parametrize(("names", "words"), [((), "got none"), (("a.txt",), r"got a\.txt")])
+def test_a_field_without_json_lines_is_refused(
+    tmp_path: Path, names: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(TextError, match=f"text_field 'body': expected .*JSON lines.*{words}"):
+        calibration_rows(tmp_path, 10, [tmp_path / n for n in names], text_field="body")
+
+
 @pytest.mark.parametrize(("rows", "cols", "words"), [(0, 3, "rows"), (1, 0, "cols")])
 def test_counts_below_one(tmp_path: Path, rows: int, cols: int, words: str) -> None:
     with pytest.raises(TextError, match=f"calibration {words}: expected at least 1, got 0"):

@@ -90,6 +90,8 @@ def test_a_long_file_is_thinned_to_whole_documents(model: Path, tmp_path: Path) 
         ({"text": 3}, "field 'text': expected a string or a list of chat turns, got int"),
         ({"messages": []}, "field 'messages': expected a string or a list"),
         ({"messages": [{"role": "user", "body": "a"}]}, "role and content, got role, body"),
+        ({"text": "half \ud83d"}, r"character 5: .*half of a surrogate pair \(.ud83d\)"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_a_bad_line_is_named(
@@ -98,6 +100,11 @@ def test_a_bad_line_is_named(
     path = write_lines(tmp_path, {"text": "fine"}, row)
     with pytest.raises(TextError, match=rf"data\.jsonl: line 2: .*{words}"):
         read_documents(path, model, None, LIMIT, 0)
+
+
+def test_a_role_of_the_wrong_type_is_left_to_the_template(model: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path, {"conversations": [{"from": ["human"], "value": "Hi"}]})
+    assert read_documents(path, model, None, LIMIT, 0) == "<|['human']|>Hi<end>"
 
 
 def test_an_absent_named_field_is_refused_with_what_there_is(model: Path, tmp_path: Path) -> None:

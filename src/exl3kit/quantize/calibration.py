@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exl3kit.errors import CheckpointError
 from exl3kit.log import get_logger
-from exl3kit.quantize.documents import TextError, read_documents
+from exl3kit.quantize.documents import TextError, has_lines, read_documents
 
 _log = get_logger(__name__)
 
@@ -51,9 +51,16 @@ def calibration_rows(
 
     A file is UTF-8 text or JSON lines (see `documents`, also for `text_field`). Every file has
     windows in proportion to its length; no window spans two files. TextError names a file that
-    cannot be read or fills no window, CheckpointError a tokenizer or chat template that is missing.
+    cannot be read or fills no window, or a `text_field` without JSON lines; CheckpointError a
+    tokenizer or chat template that is missing.
     """
     _check_counts(rows, cols)
+    if text_field and not any(map(has_lines, files)):
+        given = ", ".join(file.name for file in files) or "none"
+        raise TextError(
+            f"text_field {text_field!r}: expected a calibration file of JSON lines (.jsonl), "
+            f"got {given}"
+        )
     limit = rows * cols * _CHARS_READ
     texts = [(f.name, read_documents(f, model, text_field, limit, seed)) for f in files]
     windows = []

@@ -36,6 +36,11 @@ def read_text(path: Path) -> str:
         raise TextError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def has_lines(path: Path) -> bool:
+    """Whether the name says that the file holds JSON lines."""
+    return path.suffix in _JSONL
+
+
 def read_documents(path: Path, model: Path, field: str | None, max_chars: int, seed: int) -> str:
     """The text of a calibration file for the model folder `model`.
 
@@ -49,7 +54,7 @@ def read_documents(path: Path, model: Path, field: str | None, max_chars: int, s
             f"{path}: expected a text or one JSON object a line in a .jsonl file; "
             f"a list becomes one with: jq -c '.[]' {path.name}"
         )
-    if path.suffix not in _JSONL:
+    if not has_lines(path):
         return read_text(path)
     documents = _thinned(list(_json_documents(path, model, field)), max_chars, seed)
     if not documents:
@@ -68,11 +73,10 @@ def _json_documents(path: Path, model: Path, field: str | None) -> Iterator[str]
                 if not line:
                     continue
                 name, value = _content(line, field, where)
-                if isinstance(value, str):
-                    yield value
-                    continue
-                template = template or ChatTemplate.of(model)
-                yield template.render(_turns(value, f"{where}: field {name!r}"), where)
+                if not isinstance(value, str):
+                    template = template or ChatTemplate.of(model)
+                    value = template.render(_turns(value, f"{where}: field {name!r}"), where)
+                yield _encodable(value, where)
     except OSError as error:
         raise TextError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -81,7 +85,7 @@ def _content(line: str, field: str | None, where: str) -> tuple[str, Any]:
     """The name and the value of the field that holds a line's text or turns."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TextError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise TextError(f"{where}: expected a JSON object, got {type(row).__name__}")
@@ -112,7 +116,9 @@ def _turns(value: Any, where: str) -> list[dict[str, Any]]:
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     if "from" not in turn or "value" not in turn:
         return turn
-    return {"role": _SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
+    role = turn["from"]
+    known = _SHAREGPT.get(role) if isinstance(role, str) else None
+    return {"role": known or role, "content": turn["value"]}
 
 
 def _thinned(documents: list[str], max_chars: int, seed: int) -> list[str]:
@@ -127,6 +133,18 @@ def _thinned(documents: list[str], max_chars: int, seed: int) -> list[str]:
             break
         kept.append(index)
     return [documents[index] for index in sorted(kept)]
+
+
+def _encodable(text: str, where: str) -> str:
+    """The text; TextError for half of a surrogate pair, which JSON can name and UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"{where}: character {error.start}: expected Unicode text, got half of a surrogate "
+            f"pair (\\u{ord(text[error.start]):04x})"
+        ) from error
+    return text
 
 
 def _decode(raw: bytes, where: str) -> str:
