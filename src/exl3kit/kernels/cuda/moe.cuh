@@ -66,7 +66,12 @@ moe_product(const uint32_t* trellis, const int* blocks, const uint4* rotated, fl
     // which starts only when moe_activate has seen the product of gate and up complete.
     if (sides == 2) wait_for_predecessor();
     const int leader = blockIdx.z, expert = blocks[routes + leader];
-    if (expert < 0) return;
+    if (expert < 0) {
+        // Some block waits even where no route is here: a grid that ends says that all before it
+        // have ended, which the kernels after it rely on when they write to the scratch.
+        if (leader == 0) wait_for_predecessor();
+        return;
+    }
     const int rows = blocks[2 * routes + leader];
     const int* members = blocks + 3 * routes + kBlockRows * leader;
     const int strips = n / kBlock, side = blockIdx.y * items / strips;
