@@ -87,6 +87,14 @@ def test_any_change_is_found_and_named(
         assert text in fault
 
 
+def test_another_config_is_another_model(ordinary: Path, sliced: Path, tmp_path: Path) -> None:
+    """The weights are the source's; what is computed with them is not."""
+    other = {"rope_theta": 5.0, "text_config": {"x": 1}}
+    found = prove(rewrite(sliced, tmp_path / "m", config=other), ordinary)
+    assert [fault.split(": ")[1] for fault in found] == ["rope_theta", "text_config"]
+    assert "expected the source's 1" in found[0] and "got 5.0" in found[0]
+
+
 def test_negative_zero_is_not_zero(ordinary: Path, tmp_path: Path) -> None:
     """Equal as numbers, different as bytes."""
     name = f"{SLICE}.gate_proj.suh"

@@ -2,19 +2,22 @@
 
 Not by repeating the cut: both files' slices are joined along the cut side and must be the same
 matrix, and each hidden-side vector and marker must be that of the source ranks with the same
-channels. All other tensors must be the same bytes under the same names. A job holds one projection
-of one expert twice.
+channels. All other tensors must be the same bytes under the same names, and config.json the same
+but for the keys that slicing writes. A job holds one projection of one expert twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
 from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.checkpoint.keys import show
+from exl3kit.checkpoint.manifest import BLOCK_KEY
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.reader import read_bytes
@@ -22,8 +25,10 @@ from exl3kit.errors import Exl3Error, SliceError
 from exl3kit.models.registry import model_map
 from exl3kit.slicing.axes import rank_range
 from exl3kit.slicing.experts import CUT_SIDES, FIELDS, CutSide, ExpertSet
+from exl3kit.slicing.job import SOURCE_QUANTIZATION_KEY
 from exl3kit.slicing.whole import expert_set
 
+_WRITTEN_KEYS = {BLOCK_KEY, "quantization_config", SOURCE_QUANTIZATION_KEY}
 _BLOCK_BYTES = 2**23
 
 Progress = Callable[[int, int], None]  # bytes proved, bytes in all
@@ -44,6 +49,7 @@ def source_faults(
     origin = expert_set(source, model_map(source.config))
     if faults := _differences(target, origin):
         return faults
+    faults = _config_faults(checkpoint.config, source.config)
     parts = list(_parts(target, origin, faults))
     total, done = sum(size for size, _ in parts), 0
     with ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -67,6 +73,25 @@ def _differences(target: ExpertSet, origin: ExpertSet) -> list[str]:
         for key, (one, other) in values.items()
         if one != other
     ]
+
+
+def _config_faults(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Keys of config.json that differ; the same weights with another rope_theta are no cut."""
+    found, expected = map(_model_keys, (ours, theirs))
+    return [
+        f"config.json: {key}: expected the source's {show(expected.get(key))}, "
+        f"got {show(found.get(key))}"
+        for key in sorted(found.keys() | expected)
+        if key not in found or key not in expected or found[key] != expected[key]
+    ]
+
+
+def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says beside the keys that slicing writes, here and in a nested text config."""
+    keys = {key: value for key, value in config.items() if key not in _WRITTEN_KEYS}
+    if isinstance(nested := config.get("text_config"), Mapping):
+        keys["text_config"] = {key: nested[key] for key in nested if key != BLOCK_KEY}
+    return keys
 
 
 def _parts(target: ExpertSet, origin: ExpertSet, faults: list[str]) -> Iterator[_Part]:
