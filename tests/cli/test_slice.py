@@ -51,6 +51,20 @@ def test_broken_slice_is_not_compared(runner: CliRunner, ordinary: Path, tmp_pat
     assert "truncated" in result.stderr and "not compared with" in result.stderr
 
 
+def test_faults_are_listed_where_nothing_can_be_compared(
+    runner: CliRunner, ordinary: Path, tmp_path: Path
+) -> None:
+    """Experts that the model does not have: a fault of the slice, and no reason to exit with 2."""
+    out = tmp_path / "two"
+    runner.invoke(app, ["slice", str(ordinary), str(out), "--tp", "2"])
+    config = json.loads((out / "config.json").read_text()) | {"n_routed_experts": 3}
+    (out / "config.json").write_text(json.dumps(config))
+    for source in (ordinary, tmp_path / "nowhere"):
+        result = runner.invoke(app, ["verify", str(out), "--source", str(source)])
+        assert result.exit_code == 1
+        assert "sha256" in result.stderr and "not compared with" in result.stderr
+
+
 def test_refusals_are_one_line_and_2(runner: CliRunner, ordinary: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "o")
     result = runner.invoke(app, ["slice", str(ordinary), out, "--tp", "3"])

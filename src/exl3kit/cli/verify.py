@@ -60,18 +60,19 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def _proof(report: VerifyReport, source: Path, jobs: int) -> tuple[str, ...]:
-    """Faults of the comparison with `source`; what cannot be opened any more has faults already."""
+    """Faults of the comparison with `source`; those found already are shown where there is none."""
     from exl3kit.checkpoint.open import open_checkpoint
     from exl3kit.errors import Exl3Error
     from exl3kit.slicing.prove import source_faults
 
-    origin = open_checkpoint(source)
     try:
-        checkpoint = open_checkpoint(report.path)
-    except Exl3Error:
-        return (f"{report.path}: not compared with {source}, because of the faults above",)
-    with bytes_progress("comparing with the source") as show:
-        return tuple(source_faults(checkpoint, origin, jobs, show))
+        origin, checkpoint = open_checkpoint(source), open_checkpoint(report.path)
+        with bytes_progress("comparing with the source") as show:
+            return tuple(source_faults(checkpoint, origin, jobs, show))
+    except Exl3Error as err:
+        if report.is_ok:
+            raise
+        return (f"{report.path}: not compared with {source}: {err}",)
 
 
 def _print(report: VerifyReport) -> None:
