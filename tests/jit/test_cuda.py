@@ -111,6 +111,11 @@ def test_key_follows_everything_the_code_depends_on(
     assert len(keys) == 6
 
 
+def test_file_is_named_after_template_and_arguments() -> None:
+    spec = replace(SPEC, template=(3, "tiny::kOther"))
+    assert cache.entry_path(spec, "sm_90a").name.startswith("add_3_kOther-")
+
+
 def test_second_load_reads_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     compiles = count_compiles(monkeypatch)
     first = cache.load_or_compile(SPEC, "sm_90a")

@@ -51,7 +51,8 @@ def cache_key(spec: KernelSpec, arch: str) -> str:
 
 def entry_path(spec: KernelSpec, arch: str) -> Path:
     """Where the cubin of `spec` for `arch` is, or would be."""
-    readable = re.sub(r"\W+", "_", spec.expression.rpartition("::")[2]).strip("_")
+    plain = re.sub(r"\w+::", "", spec.expression)
+    readable = re.sub(r"\W+", "_", plain).strip("_")
     return env.cache_dir() / "cuda" / arch / f"{readable}-{cache_key(spec, arch)}.cubin"
 
 
