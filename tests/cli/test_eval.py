@@ -61,6 +61,23 @@ def test_a_plot_needs_a_reference(runner: CliRunner, source: Path, tmp_path: Pat
     assert "--plot: expected a --reference" in result.stderr
 
 
+def test_a_plot_without_a_folder_is_refused_before_the_work(
+    runner: CliRunner, source: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "absent" / "a.png"
+    asked = ["eval", str(source), "--reference", "nowhere", "--plot", str(plot)]
+    result = runner.invoke(app, asked)
+    assert result.exit_code == 2
+    assert f"{plot}: expected a folder" in result.stderr
+
+
+def test_a_seed_below_zero(runner: CliRunner, source: Path) -> None:
+    result = runner.invoke(app, ["eval", str(source), "--seed", "-1"])
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_a_text_that_cannot_be_read_is_named(runner: CliRunner, source: Path) -> None:
     result = runner.invoke(app, ["eval", str(source), "--text", "absent.txt"])
     assert result.exit_code == 2

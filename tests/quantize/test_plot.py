@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exl3kit.errors import UnsupportedError
+from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.quantize.hessian import Coverage
 from exl3kit.quantize.journal import MatrixResult
 from exl3kit.quantize.plot import plot_errors
@@ -40,6 +40,12 @@ def test_equal_errors_make_equal_pictures_and_others_do_not(tmp_path: Path) -> N
     assert all(picture.startswith(PNG) for picture in pictures)
     assert pictures[0] == pictures[1]
     assert len(set(pictures)) == 3
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(CheckpointError, match=r"absent: cannot write: No such file"):
+        plot_errors(summarise(RESULTS), "model", tmp_path / "absent" / "x.png")
 
 
 def test_without_matplotlib_it_names_the_extra(

@@ -25,18 +25,21 @@ def evaluate(
         typer.Option(help="UTF-8 text to predict; the bundled calibration text if not given."),
     ] = None,
     window: Annotated[int, typer.Option(help="Tokens of a window; windows do not overlap.")] = 512,
-    seed: Annotated[int, typer.Option(help="Draws the resamples of the intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the resamples of the intervals.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="PNG of the divergence of the tokens; needs --reference.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Quality by our own fp32 forward pass, EXL3 weights decoded as their tensors say."""
+    from exl3kit.evaluate.plot import check_plot
     from exl3kit.quantize.calibration import bundled_text
     from exl3kit.quantize.documents import read_text
 
-    if plot is not None and reference is None:
-        raise UnsupportedError("--plot: expected a --reference to plot the divergence from")
+    if plot is not None:
+        if reference is None:
+            raise UnsupportedError("--plot: expected a --reference to plot the divergence from")
+        check_plot(plot)
     content = bundled_text() if text is None else read_text(text)
     if reference is None:
         found, shown = _alone(checkpoint, content, window, seed)

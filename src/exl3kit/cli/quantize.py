@@ -63,7 +63,9 @@ def quantize(
     ] = None,
     rows: Annotated[int | None, typer.Option(help="Calibration rows (64).")] = None,
     cols: Annotated[int | None, typer.Option(help="Tokens of a calibration row (512).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Draws rows and sign vectors (0).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Draws rows and sign vectors (0).")
+    ] = None,
     route_all: Annotated[
         bool, typer.Option("--route-all", help="Calibrate every expert on all tokens.")
     ] = False,

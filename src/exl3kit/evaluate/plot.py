@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from exl3kit.errors import UnsupportedError
+from exl3kit.checkpoint.atomic import disk_errors
+from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.evaluate.metrics import Quality
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 150
+
+
+def check_plot(path: Path) -> None:
+    """Refuse, before the work, a plot that could not be written to `path` after it.
+
+    UnsupportedError without matplotlib, CheckpointError without the folder.
+    """
+    _figure(1, 1)
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path}: expected a folder to write to, found no {path.parent}")
 
 
 def plot_divergence(kld: Tensor, title: str, path: Path) -> None:
@@ -83,4 +94,5 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})
+    with disk_errors(path.parent):
+        figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})

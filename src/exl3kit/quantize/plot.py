@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from exl3kit.checkpoint.atomic import disk_errors
 from exl3kit.errors import UnsupportedError
 from exl3kit.quantize.report import ModuleSummary
 
@@ -14,7 +15,8 @@ _SIZE, _DPI = (9, 5), 150
 def plot_errors(lines: Sequence[ModuleSummary], title: str, path: Path) -> None:
     """One curve a linear: its mean proxy error over the layers, and a mark at the worst matrix.
 
-    The head is a level line. UnsupportedError without matplotlib.
+    The head is a level line. UnsupportedError without matplotlib, CheckpointError where the file
+    cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -40,4 +42,5 @@ def plot_errors(lines: Sequence[ModuleSummary], title: str, path: Path) -> None:
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})
+    with disk_errors(path.parent):
+        figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})
