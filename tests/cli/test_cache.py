@@ -31,3 +31,11 @@ def test_unknown_architecture_is_refused(runner: CliRunner) -> None:
     result = runner.invoke(app, ["cache", "build", "--arch", "sm_9x", "--match", "rows_to_tiles"])
     assert result.exit_code == 2
     assert "expected a target such as sm_80" in result.stderr and "'sm_9x'" in result.stderr
+
+
+def test_a_name_that_no_kernel_has_is_refused(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["cache", "build", "--arch", "sm_90a", "--match", "liner"])
+    assert result.exit_code == 2
+    assert (
+        "--match: expected part of a kernel's name" in result.stderr and "'liner'" in result.stderr
+    )

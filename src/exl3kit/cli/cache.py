@@ -12,6 +12,7 @@ import typer
 
 from exl3kit import env
 from exl3kit.cli.console import err, format_bytes, out
+from exl3kit.errors import UnsupportedError
 from exl3kit.jit.spec import ARCHES, KernelSpec, check_arch
 
 app = typer.Typer(no_args_is_help=True, help="Compiled kernels: build them ahead, list them.")
@@ -36,6 +37,10 @@ def build(
         for spec in all_specs()
         if spec.is_for(target) and match in spec.expression
     ]
+    if not wanted:
+        raise UnsupportedError(
+            f"--match: expected part of a kernel's name, such as linear_product, got {match!r}"
+        )
     out.print("  ".join(_COLUMNS), markup=False)
     with err.status(f"compiling {len(wanted)} kernels"), ThreadPoolExecutor(os.cpu_count()) as pool:
         for line in pool.map(_build_one, wanted):
