@@ -11,7 +11,9 @@ import torch
 
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.errors import CheckpointError, SliceError
-from exl3kit.integrations.vllm.facts import read_facts
+from exl3kit.integrations.vllm.facts import CheckpointFacts, read_facts
+from exl3kit.slicing.job import slice_checkpoint
+from exl3kit.slicing.plan import SliceOptions
 from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary, write_r7
 from exl3kit.testing.compare import assert_three_gates
 from exl3kit.testing.tiny_model import tiny_config
@@ -24,7 +26,7 @@ from tests.integrations.vllm.conftest import (
     build_experts,
     make_layer,
 )
-from tests.integrations.vllm.loading import dense_experts, load, loaded_rank, route, stored
+from tests.integrations.vllm.loading import Tensors, dense_experts, load, loaded_rank, route, stored
 
 
 def assert_right(path: Path, tp_size: int) -> None:
@@ -106,3 +108,32 @@ def test_padded_width(tmp_path: Path) -> None:
         assert method.fields["w2_suh"].tensors[0]["w2"].local == (128,)
         found += method.apply(layer, x, weights, ids)
     assert_three_gates(found, dense_experts(path, x, weights, ids), "float32")
+
+
+def load_rank(moe: FakeMoE, facts: CheckpointFacts, tensors: Tensors) -> None:
+    method = build_experts(facts, moe, layer := make_layer())
+    load(layer, tensors, facts, method.ranks)
+    method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("tp_size", [2, 1])
+def test_padding_that_is_not_zero_is_refused(
+    tmp_path: Path, parallel: SimpleNamespace, tp_size: int
+) -> None:
+    """Nothing is cropped between up and down: it would reach the output without a word."""
+    config = tiny_config(replace(SPEC, moe_intermediate_size=192))
+    options = OrdinaryOptions(bits=3, codebook="mcg", head_bits=None)
+    whole = write_ordinary(tmp_path / "whole", config, options)
+    slice_checkpoint(whole, tmp_path / "sliced", SliceOptions(tp=2))
+    parallel.tp_size = tp_size
+    moe = Narrow(tp_rank=tp_size - 1, moe_parallel_config=FakeParallel(tp_size))
+    for path, rank in ((whole, ""), (tmp_path / "sliced", ".rank1")):
+        facts = read_facts(path, replace(SIZES, moe_intermediate_size=192))
+        tensors = stored(open_checkpoint(path))
+        gate, up = (f"{LAYER}.2.{side}_proj{rank}.svh" for side in ("gate", "up"))
+        assert not tensors[gate][-64:].any() and not tensors[up][-64:].any()
+        tensors[gate] = torch.ones_like(tensors[gate])
+        load_rank(moe, facts, tensors)  # a zero in one of the two is enough: they are multiplied
+        tensors[up] = torch.ones_like(tensors[up])
+        with pytest.raises(CheckpointError, match=rf"{gate}.*{up}.*last 64 channels"):
+            load_rank(moe, facts, tensors)

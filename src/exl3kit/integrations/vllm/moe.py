@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from exl3kit.checkpoint.names import check_complete
+from exl3kit.checkpoint.padding import check_padding
 from exl3kit.checkpoint.runtime_checks import owned_ranks
 from exl3kit.checkpoint.widths import padded
 from exl3kit.integrations.vllm.compat import FusedMoEMethodBase
@@ -33,6 +34,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.facts = facts
         self.prefix = prefix
         self.ranks = range(1)
+        self.padding = 0  # channels at the end of this rank's part that the model does not have
         self.tiers: tuple[RateTier, ...] = ()
         self.maps: list[torch.Tensor | None] = []
         self.fields: dict[str, ExpertField] = {}
@@ -60,8 +62,11 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         check_layer(self.facts, layer, self.moe, params_dtype)
         self.ranks = owned_ranks(self.facts.manifest, self.moe.tp_size, self.moe.tp_rank)
         self.tiers = rate_tiers(self.facts.rates)
-        tp_size = self.moe.tp_size  # files store widths rounded up to 128
-        sizes = hidden_size, padded(intermediate_size_per_partition * tp_size) // tp_size
+        tp_size = self.moe.tp_size
+        width = intermediate_size_per_partition * tp_size
+        sizes = hidden_size, padded(width) // tp_size  # as files store it, rounded up to 128
+        if self.moe.tp_rank == tp_size - 1:
+            self.padding = padded(width) - width
         for group, shards in SHARDS.items():
             tensors = [
                 {shard: self._tensors(layer, shard, tier, *sizes) for shard in shards}
@@ -124,8 +129,26 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         """Check that every tensor of every local expert came; no repacking takes place."""
         missing = {name for field in self.fields.values() for name in field.missing()}
         check_complete(self.facts.layer, missing)
+        if self.padding:
+            self._check_padding(layer)
         for field in self.fields.values():
             field.received.clear()
+
+    def _check_padding(self, layer: Any) -> None:
+        """CheckpointError if channels that only fill the width up would reach the output."""
+        field, slices = self.fields["w13_svh"], len(self.ranks)
+        for index, tier in enumerate(self.tiers):
+            sides = {
+                field.tensors[index][shard].label: field.block(layer.w13_svh, index, shard).cpu()
+                for shard in SHARDS["w13"]
+            }
+            for row, expert in enumerate(tier.experts):
+                last = row * slices + slices - 1
+                vectors = {
+                    label.format(expert=expert, rank=self.ranks[-1]): rows[last]
+                    for label, rows in sides.items()
+                }
+                check_padding(vectors, self.padding)
 
     def apply(
         self,
