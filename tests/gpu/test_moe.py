@@ -216,14 +216,14 @@ def test_graph_replay_with_other_routes(device: torch.device) -> None:
         assert_bitwise_equal(y, exl3_moe(x, scores, ids, *weights, "mcg"))
 
 
-def test_experts_past_four_gigabytes(device: torch.device) -> None:
-    """Live weights lie beyond 2^32 bytes of the slab: offsets of experts are 64-bit."""
-    count, bits = 700, 8
+def test_experts_past_eight_gigabytes(device: torch.device) -> None:
+    """Live weights lie beyond 2^31 words of 32 bits of the slab: offsets of experts are 64-bit."""
+    count, bits = 4200, 8  # a MiB each
     experts = random_experts(1, 1024, 1024, bits, bits)
     tall = torch.empty(2, count, 64, 64, 16 * bits, dtype=torch.int16, device=device)
     down = torch.empty(count, 64, 64, 16 * bits, dtype=torch.int16, device=device)
     tall[:, -1], down[-1] = experts.w13_trellis[:, 0].to(device), experts.w2_trellis[0].to(device)
-    assert tall[1, -1].data_ptr() - tall.data_ptr() > 1 << 30
+    assert tall[1, -1].data_ptr() - tall.data_ptr() > 4 << 31
     vectors = [
         t.to(device).expand(*shape).contiguous()
         for t, shape in (
