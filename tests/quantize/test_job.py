@@ -340,6 +340,18 @@ def test_overflowing_activation_stops_at_its_layer(source: Path, tmp_path: Path)
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_a_matrix_that_cannot_be_quantised_is_named(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_encoder: None
+) -> None:
+    def refuse(*args: object, **keys: object) -> None:
+        raise FormatError("suh: expected a largest magnitude that fp16 holds")
+
+    monkeypatch.setattr("exl3kit.quantize.linears.quantize_tensors", refuse)
+    name = r"model\.layers\.1\.mlp\.experts\.0\.gate_proj"
+    with pytest.raises(FormatError, match=rf"one of {name}\.rank0, {name}\.rank1.*: suh: expect"):
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS)
+
+
 def test_output_folder_must_be_new(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="expected an empty or new output folder"):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl3kit.errors import FormatError
 from exl3kit.format.spec import Codebook
 from exl3kit.models.base import LinearSpec
 from exl3kit.quantize.hessian import Coverage
@@ -21,6 +22,8 @@ from exl3kit.quantize.journal import MatrixResult
 from exl3kit.quantize.layout import Layout, Matrix, decode
 from exl3kit.quantize.store import Store
 from exl3kit.quantize.tensor import quantize_tensors
+
+_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,25 @@ class LinearQuantizer:
         return whole[: spec.in_features, : spec.out_features].T
 
     def _quantize_group(self, group: Sequence[_Piece], layout: Layout) -> None:
-        """Matrices of one shape, rate and way to find their scale, in one call."""
+        """Matrices of one shape, rate and way to find their scale, in one call.
+
+        FormatError names them where one cannot be quantised.
+        """
         begun = time.monotonic()
         scales = [p.owner.scale for p in group if p.owner.scale is not None]
-        done = quantize_tensors(
-            [p.weight for p in group],
-            [p.hessian for p in group],
-            group[0].owner.bits,
-            self.codebook,
-            scales=scales or None,
-            seeds=[matrix_seed(self.seed, p.matrix.name) for p in group],
-        )
+        try:
+            done = quantize_tensors(
+                [p.weight for p in group],
+                [p.hessian for p in group],
+                group[0].owner.bits,
+                self.codebook,
+                scales=scales or None,
+                seeds=[matrix_seed(self.seed, p.matrix.name) for p in group],
+            )
+        except FormatError as error:
+            names = ", ".join(piece.matrix.name for piece in group[:_SHOWN])
+            more = f" or {len(group) - _SHOWN} more" if len(group) > _SHOWN else ""
+            raise FormatError(f"one of {names}{more}: {error}") from error
         seconds = (time.monotonic() - begun) / len(group)
         for piece, (tensor, stats) in zip(group, done, strict=True):
             if self.store.has(piece.matrix):
