@@ -132,6 +132,21 @@ def test_a_reload_with_another_split_is_refused(plain: Path, tmp_path: Path) -> 
         check_same(facts, write(plain, tmp_path / "second", SINGLE[::-1]))
 
 
+def test_maps_are_there_again_after_a_reload(plain: Path, tmp_path: Path) -> None:
+    """Sleep of level 2 discards what is no parameter or buffer; graphs still read from there."""
+    path = write(plain, tmp_path / "m", THREE)
+    method, layer = loaded_rank(path, 0, 1)
+    x, weights, ids = route(SPEC.num_experts)
+    expected = method.apply(layer, x, weights, ids)
+    maps = [expert_map for expert_map in method.maps if expert_map is not None]
+    for tensor in [*maps, *layer.parameters()]:
+        tensor.zero_()
+    load(layer, stored(open_checkpoint(path)), read_facts(path, SIZES), method.ranks)
+    method.process_weights_after_loading(layer)
+    assert torch.equal(method.apply(layer, x, weights, ids), expected)
+    assert all(new is old for new, old in zip(method.maps, maps, strict=True))
+
+
 def test_whole_experts_of_several_rates(plain: Path, tmp_path: Path) -> None:
     """An ordinary EXL3 file, cut while it loads."""
     path = make_ordinary(plain, tmp_path / "whole", THREE, "mul1")

@@ -126,11 +126,18 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         return None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that every tensor of every local expert came; no repacking takes place."""
+        """Check that every tensor of every local expert came; no repacking takes place.
+
+        Maps are written again, in place since CUDA graphs hold their address: sleep of level 2
+        discards all memory of the model, and a reload brings back parameters alone.
+        """
         missing = {name for field in self.fields.values() for name in field.missing()}
         check_complete(self.facts.layer, missing)
         if self.padding:
             self._check_padding(layer)
+        for tier, expert_map in zip(self.tiers, self.maps, strict=True):
+            if expert_map is not None:
+                expert_map.copy_(tier.make_map(self.facts.num_experts, len(self.ranks)))
         for field in self.fields.values():
             field.received.clear()
 
