@@ -133,6 +133,14 @@ def test_changed_byte_is_found_by_digest(sliced_folder: Path) -> None:
     assert file.name in fault and "sha256" in fault
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", CHECKSUMS_NAME])
+def test_file_that_cannot_be_read_is_a_fault(sliced_folder: Path, name: str) -> None:
+    (sliced_folder / name).unlink()
+    (sliced_folder / name).symlink_to("/proc/self/mem")  # a file whose first byte is none
+    (fault,) = verify(sliced_folder).faults
+    assert fault.startswith(f"{sliced_folder / name}: cannot read")
+
+
 def test_truncated_and_missing_shards(sliced_folder: Path) -> None:
     first, second = sorted(sliced_folder.glob("*.safetensors"))[:2]
     first.write_bytes(first.read_bytes()[:-5])

@@ -123,6 +123,14 @@ def test_side_files_and_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/config.json").read_text()) == CONFIG
 
 
+def test_side_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/proc/self/mem")  # a file whose first byte is none
+    with CheckpointWriter(tmp_path / "out") as writer:
+        writer.add("a", torch.ones(1))
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot read"):
+            writer.copy_side_files(tmp_path)
+
+
 def test_wrong_use(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "out") as writer:
         with pytest.raises(CheckpointError, match="at least one tensor"):

@@ -129,6 +129,8 @@ def _read_all(
             return read_facts(file, files[file], use_digests and _covers(file, files[file]), count)
         except CheckpointError as err:
             return str(err)
+        except OSError as err:
+            return f"{file}: cannot read: {err.strerror}"
 
     facts: dict[str, TensorFacts] = {}
     digests: dict[str, str] = {}
@@ -178,7 +180,11 @@ def _listed_digests(folder: Path) -> tuple[dict[str, str], list[str]]:
     sums = folder / CHECKSUMS_NAME
     listed: dict[str, str] = {}
     faults: list[str] = []
-    for line in sums.read_text(errors="replace").splitlines() if sums.is_file() else ():
+    try:
+        text = sums.read_text(errors="replace") if sums.is_file() else ""
+    except OSError as err:
+        return {}, [f"{sums}: cannot read: {err.strerror}"]
+    for line in text.splitlines():
         digest, _, name = line.partition("  ")
         if is_bare_name(name):
             listed[name] = digest
@@ -195,7 +201,13 @@ def _digest_faults(
     for name, expected in listed.items():
         if not (folder / name).is_file():
             faults.append(f"{folder / name}: listed in {CHECKSUMS_NAME} but missing")
-        elif (found := digests.get(name) or _digest(folder / name)) != expected:
+            continue
+        try:
+            found = digests.get(name) or _digest(folder / name)
+        except OSError as err:
+            faults.append(f"{folder / name}: cannot read: {err.strerror}")
+            continue
+        if found != expected:
             faults.append(
                 f"{folder / name}: sha256 is {found}, {CHECKSUMS_NAME} says {expected[:64]}"
             )

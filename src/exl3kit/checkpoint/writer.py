@@ -142,7 +142,11 @@ class CheckpointWriter:
     def copy_file(self, file: Path) -> None:
         """Copy a small file beside the weights, with its bytes and its name."""
         self._check_open()
-        self._write_digested(file.name, file.read_bytes())
+        try:
+            data = file.read_bytes()
+        except OSError as err:
+            raise CheckpointError(f"{file}: cannot read: {err.strerror}") from None
+        self._write_digested(file.name, data)
 
     def copy_side_files(self, source: Path) -> list[str]:
         """Copy tokenizer, chat template, generation config and licences; returns their names."""
