@@ -56,6 +56,13 @@ def test_second_use_compiles_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(tiny.glob("*.o")), "objects belong into the cache folder"
 
 
+def test_other_users_may_enter_as_elsewhere(tiny: Path) -> None:
+    """A library built into an image by root is read by a user who cannot write there."""
+    folder = build().parent
+    (folder.parent / "plain").mkdir()
+    assert folder.stat().st_mode == (folder.parent / "plain").stat().st_mode
+
+
 def test_changed_source_is_another_entry(tiny: Path) -> None:
     first = build()
     (tiny / "one.cpp").write_text(GOOD.replace("ANSWER", "2"))

@@ -127,6 +127,15 @@ def test_second_load_reads_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(path.parent.glob(".*")), "temporary files"
 
 
+def test_other_users_may_read_what_they_may_read_elsewhere() -> None:
+    """Kernels built into an image by root run for a user who cannot write there."""
+    cache.load_or_compile(SPEC, "sm_90a")
+    path = cache.entry_path(SPEC, "sm_90a")
+    (path.parent / "plain").write_text("")
+    modes = {p.stat().st_mode for p in (path, path.with_suffix(".json"), path.parent / "plain")}
+    assert len(modes) == 1
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "no_json", "bad_json", "json_list"])
 def test_damaged_entry_is_a_miss(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cache.load_or_compile(SPEC, "sm_90a")

@@ -18,7 +18,7 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,7 +146,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _build(compiler: str, folder: Path) -> None:
     _log.info("compiling the CPU kernels into %s", folder)
-    work = Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
+    # Not from `tempfile`, whose folders other users cannot enter.
+    work = folder.with_name(f".build-{uuid.uuid4().hex}")
+    work.mkdir()
     try:
         _compile(compiler, work)
         library = work / LIBRARY
