@@ -196,6 +196,7 @@ def test_wrong_tensors_are_refused(
         (FakeMoE(num_experts=8), {}, CheckpointError, "has 4 a layer, the model has 8"),
         (FakeMoE(hidden_dim=192), {}, SliceError, "192"),
         (FakeMoE(), {"activation": "gelu"}, UnsupportedError, "gelu"),
+        (FakeMoE(), {"swiglu_limit": 7.0}, UnsupportedError, "'silu clipped at 7.0'"),
         (FakeMoE(), {"apply_router_weight_on_input": True}, UnsupportedError, "router weight"),
         (FakeMoE(), {"expert_map": torch.zeros(4)}, UnsupportedError, "expert_map"),
     ],

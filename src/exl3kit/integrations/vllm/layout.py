@@ -36,13 +36,20 @@ def _layout(layer: Any, moe: Any, params_dtype: torch.dtype) -> RuntimeLayout:
         dtype=params_dtype,
         max_num_batched_tokens=compat.max_num_batched_tokens(),
         device_type=compat.device_type(),
-        activation=str(getattr(layer.activation, "value", layer.activation)),
+        activation=_activation(layer),
         ep_size=parallel.ep_size,
         has_expert_map=getattr(layer, "expert_map", None) is not None,
         use_eplb=parallel.enable_eplb,
         has_bias=moe.has_bias,
         router_weight_on_input=layer.apply_router_weight_on_input,
     )
+
+
+def _activation(layer: Any) -> str:
+    """The activation's name, and its limit where the model clips what goes into it."""
+    name = str(getattr(layer.activation, "value", layer.activation))
+    limit = getattr(layer, "swiglu_limit", None)
+    return f"{name} clipped at {limit}" if limit else name
 
 
 def _whole_as_sliced(facts: ExpertFacts, tp_size: int) -> RankSlicedManifest:
