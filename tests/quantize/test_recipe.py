@@ -82,6 +82,22 @@ def test_a_rule_that_matches_nothing_is_refused() -> None:
         recipe.module_bits(MODEL)
 
 
+@pytest.mark.parametrize("pattern", ["model.layers.3.*", "*.3.mlp.experts.0", "*.3.*.o_proj"])
+def test_a_rule_for_copied_next_token_layers_alone_is_refused(pattern: str) -> None:
+    recipe = Recipe(rules=(Rule("*.o_proj", 4), Rule("*.3.*", None), Rule(pattern, 4)))
+    recipe.check_used(MODEL, ())
+    with pytest.raises(RecipeError, match=r"matches next-token layers only.*mtp 'trellis'"):
+        recipe.check_used(MODEL, {3})
+
+
+def test_a_group_that_the_model_lacks_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    qwen = model_map(tiny_config_of("qwen3_moe", num_layers=2, mtp_layers=0))
+    recipe = Recipe(dense={"attention": 5, "shared_experts": 5})
+    recipe.check_used(qwen, ())
+    (record,) = caplog.records
+    assert record.getMessage() == "dense shared_experts: the model has no such linears"
+
+
 def test_the_command_line_wins() -> None:
     recipe = Recipe(experts=3.25, seed=7, dense={"head": 6, "mlp": 4})
     changed = recipe.overridden(experts=2, dense={"mlp": 5}, rows=8, files=None)

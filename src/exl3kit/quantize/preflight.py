@@ -275,6 +275,7 @@ def _bits(
             f"ahead, got {options.cols}"
         )
     layers = layers_to_quantize(model, options.mtp, mtp_layers)
+    kept = set(model.mtp_layers) - set(mtp_layers if options.mtp == "trellis" else ())
     bits = options.bits
     if not isinstance(bits, BitPlan):
         recipe = Recipe(dense=options.dense, rules=options.rules)
@@ -282,8 +283,8 @@ def _bits(
         bits = plan_bits(
             recipe, model, layers, bits, options.codebook, expert_weights, by_layer=is_ordinary
         )
+        recipe.check_used(model, kept)
     bits.check(model, ORDINARY if options.tp is None else RANK_SLICED, options.codebook)
-    kept = set(model.mtp_layers) - set(mtp_layers if options.mtp == "trellis" else ())
     plan = BitPlan(
         {layer: rates for layer, rates in bits.experts.items() if layer not in kept},
         {n: k for n, k in bits.modules.items() if layer_of(n) not in kept and _has(checkpoint, n)},

@@ -32,16 +32,19 @@ eh_proj, indexer) are no modules here. `experts` is the mean over the experts th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from exl3kit.errors import Exl3Error
+from exl3kit.log import get_logger
 from exl3kit.models.base import ModelMap
 from exl3kit.quantize.bit_plan import HEAD, Bits, dense_linears, is_kept
 from exl3kit.quantize.calibration import DEFAULT_COLS, DEFAULT_ROWS
+
+_log = get_logger(__name__)
 
 MtpMode = Literal["bf16", "trellis"]
 
@@ -140,6 +143,23 @@ class Recipe:
         for rule in self.rules:
             fixed.update(dict.fromkeys(_experts_of(rule, model), rule.bits))
         return fixed
+
+    def check_used(self, model: ModelMap, copied: Collection[int]) -> None:
+        """RecipeError for a rule with bits for next-token layers alone, those of `copied`, which
+        stay as they are; a warning for a group of linears that the model does not have."""
+        names = [name for name in dense_linears(model) if not is_kept(name)]
+        for group in self.dense:
+            if not any(map(GROUPS[group].fullmatch, names)):
+                _log.warning("dense %s: the model has no such linears", group)
+        inside = tuple(f"model.layers.{layer}." for layer in copied)
+        for rule in self.rules:
+            matched = [name for name in names if fnmatchcase(name, rule.modules)]
+            matched += [f"model.layers.{x}.mlp.experts.{e}" for x, e in _experts_of(rule, model)]
+            if rule.bits is not None and all(name.startswith(inside) for name in matched):
+                raise RecipeError(
+                    f"rule {rule.modules!r}: matches next-token layers only, which are copied; "
+                    "give mtp 'trellis' to quantise them"
+                )
 
     def _group_bits(self, name: str) -> Bits | None:
         groups = (group for group in self.dense if GROUPS[group].fullmatch(name))
