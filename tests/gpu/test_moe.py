@@ -109,6 +109,15 @@ def test_expert_map_and_id_dtypes() -> None:
     assert_bitwise_equal(run(x, narrow, expert_map=MAP.long()), y)
 
 
+def test_routes_of_a_part_of_a_batch(device: torch.device) -> None:
+    """Views that start at a row: their addresses are multiples of an element only."""
+    x, routing = random_rows(6, H).to(device), routing_on(device, 6)
+    weights = weights_on(device)
+    whole = exl3_moe(x, *routing, *weights, "mcg")
+    part = exl3_moe(x[1:], routing.weights[1:], routing.ids[1:], *weights, "mcg")
+    assert_bitwise_equal(part, whole[1:])
+
+
 @pytest.mark.parametrize("absent", ["map", "weight", "id"])
 def test_absent_routes_add_exactly_zero(absent: str) -> None:
     """Even where the expert would give NaN; a batch without any route is zeros."""

@@ -12,7 +12,6 @@ from exl3kit.format.spec import HADAMARD_BLOCK, TILE, bits_from_words, check_bit
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
-_ALIGNMENT = 16
 
 
 def check_tensor(
@@ -29,10 +28,13 @@ def check_tensor(
         raise FormatError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
 
 
-def check_readable(tensors: dict[str, torch.Tensor | None], device: torch.device) -> None:
+def check_readable(
+    tensors: dict[str, torch.Tensor | None], device: torch.device, read_bytes: int = 16
+) -> None:
     """FormatError unless every tensor is contiguous and on `device`: no copy is made in silence.
 
-    On a GPU the address must be a multiple of 16 too: kernels read 16 bytes at a time.
+    On a GPU the address must be a multiple of `read_bytes` too, what kernels read at a time at
+    most: 16 of activations and weights; of what they read by elements, 1.
     """
     for name, tensor in tensors.items():
         if tensor is None:
@@ -44,10 +46,10 @@ def check_readable(tensors: dict[str, torch.Tensor | None], device: torch.device
                 f"{name} has strides {tensor.stride()}, expected a contiguous tensor; "
                 "call .contiguous() where it is made"
             )
-        if device.type == "cuda" and tensor.data_ptr() % _ALIGNMENT:
+        if device.type == "cuda" and tensor.data_ptr() % read_bytes:
             raise FormatError(
                 f"{name} starts at address {tensor.data_ptr():#x}, expected a multiple of "
-                f"{_ALIGNMENT}; call .clone() where the view is made"
+                f"{read_bytes}; call .clone() where the view is made"
             )
 
 

@@ -74,18 +74,17 @@ def _moe(
     check_readable(
         {
             "x": x,
-            "topk_weights": topk_weights,
-            "topk_ids": topk_ids,
             "w13_trellis": w13_trellis,
             "w13_suh": w13_suh,
             "w13_svh": w13_svh,
             "w2_trellis": w2_trellis,
             "w2_suh": w2_suh,
             "w2_svh": w2_svh,
-            "expert_map": expert_map,
         },
         x.device,
     )
+    routing = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+    check_readable(routing, x.device, read_bytes=1)
     if x.is_cuda:
         weights = cuda_moe.MoeWeights(w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh)
         return cuda_moe.moe(x, topk_weights, topk_ids, weights, codebook, expert_map)
