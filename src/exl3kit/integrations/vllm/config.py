@@ -13,6 +13,7 @@ import torch
 
 from exl3kit.checkpoint.manifest import find_block
 from exl3kit.checkpoint.names import layer_index
+from exl3kit.checkpoint.r7 import BLOCK_KEY as R7_KEY
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.integrations.vllm import compat
 from exl3kit.integrations.vllm.facts import (
@@ -28,7 +29,6 @@ from exl3kit.jit.cpu import cpu_library
 from exl3kit.log import get_logger, warn_once
 
 METHOD = "exl3"
-R7_KEY = "r7_routed_experts"
 
 _logger = get_logger(__name__)
 

@@ -12,6 +12,7 @@ import torch
 
 from exl3kit.checkpoint.names import check_complete
 from exl3kit.checkpoint.padding import check_padding
+from exl3kit.checkpoint.r7 import SHARED as R7_SHARED
 from exl3kit.checkpoint.runtime_checks import owned_ranks
 from exl3kit.checkpoint.widths import padded
 from exl3kit.integrations.vllm.compat import FusedMoEMethodBase
@@ -23,7 +24,6 @@ from exl3kit.runtime.experts import RateTier, TierWeights, exl3_experts, rate_ti
 
 _ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # in the order of a tier's rates
 _H_SIDE = {("w1", "suh"), ("w3", "suh"), ("w2", "svh")}
-_R7_SHARED = {"w1": "gate_up_suh", "w3": "gate_up_suh", "w2": "down_svh"}
 
 
 class Exl3MoEMethod(FusedMoEMethodBase):
@@ -115,7 +115,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
     def _label(self, layer: Any, shard: str, field: str) -> str:
         """The checkpoint's name; layers of vLLM <= 0.23 do not tell projection names."""
         if self.facts.is_r7 and self._is_shared(shard, field):
-            return f"{self.prefix}.r7_shared.{_R7_SHARED[shard]}"
+            return f"{self.prefix}.r7_shared.{R7_SHARED[_ROLES[shard], field]}"
         projection = getattr(layer, f"ckpt_{_ROLES[shard]}_name", _ROLES[shard])
         expert = "shared_h" if self._is_shared(shard, field) else "{expert}"
         rank = ".rank{rank}" if self.facts.is_sliced else ""
