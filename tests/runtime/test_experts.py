@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from exl3kit.errors import UnsupportedError
 from exl3kit.runtime.experts import RateTier, TierWeights, exl3_experts, expand_routes, rate_tiers
 from exl3kit.runtime.reference import reference_linear, reference_moe
 from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
@@ -200,6 +201,14 @@ def test_gate_and_up_of_different_rates(dtype: torch.dtype) -> None:
         expected[token] += weights[token, slot] * down
     found = exl3_experts(x, weights, ids, [replace(tier, expert_map=expert_map)], "mcg")
     assert_three_gates(found, expected, str(dtype).removeprefix("torch."))
+
+
+def test_gate_and_up_of_different_rates_need_a_cpu() -> None:
+    tier, _ = gate_and_up_differ()
+    x, (weights, ids) = random_rows(1, H), random_routing(1, TOP_K, E)
+    arguments = (tensor.to("meta") for tensor in (x, weights, ids))
+    with pytest.raises(UnsupportedError, match="same bits on a device .* different ones on meta"):
+        exl3_experts(*arguments, [tier], "mcg")
 
 
 def test_opcheck() -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import silu
 
+from exl3kit.errors import UnsupportedError
 from exl3kit.runtime.ops import exl3_linear, exl3_moe
 from exl3kit.runtime.reference import local_expert_ids
 
@@ -93,7 +94,13 @@ def exl3_experts(
 
     `topk_ids` are the model's expert ids. Tiers are added in order, in float32 on the CPU, where
     the op takes it, so that only the sum is rounded; elsewhere in float32 from rounded parts.
+    UnsupportedError for a tier whose gate and up differ in rate on another device than a CPU.
     """
+    if x.device.type != "cpu" and any(isinstance(tier.w13_trellis, tuple) for tier in tiers):
+        raise UnsupportedError(
+            "experts: expected gate and up with the same bits on a device that is not a CPU, got "
+            f"different ones on {x.device}; run on a CPU, or quantise again"
+        )
     weights, ids = expand_routes(topk_weights, topk_ids, slices)
 
     def run(x: torch.Tensor, tier: TierWeights) -> torch.Tensor:
