@@ -87,6 +87,13 @@ def test_wrong_config_values_are_named(key: str, value: Any) -> None:
         model_map(tiny_config(TinyGlm4Moe()) | {key: value})
 
 
+@pytest.mark.parametrize("key", ["attention_bias", "use_qk_norm", "tie_word_embeddings"])
+def test_null_flag_is_an_absent_one(key: str) -> None:
+    config = tiny_config(TinyGlm4Moe()) | {key: None}
+    without = {name: value for name, value in config.items() if name != key}
+    assert model_map(config) == model_map(without)
+
+
 @pytest.mark.parametrize("names", [None, [], ["GPT2LMHeadModel"], "Glm4MoeForCausalLM", [3]])
 def test_unknown_architecture_lists_the_known(names: Any) -> None:
     with pytest.raises(UnsupportedError, match="Glm4MoeForCausalLM"):

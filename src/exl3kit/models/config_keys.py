@@ -37,9 +37,11 @@ def count(config: Mapping[str, Any], key: str, default: int = 0) -> int:
     return value
 
 
-def flag(config: Mapping[str, Any], key: str) -> bool:
-    """A boolean, false where absent."""
-    value = config.get(key, False)
+def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """A boolean; `default` where absent or null."""
+    value = config.get(key)
+    if value is None:
+        return default
     if not isinstance(value, bool):
         raise CheckpointError(f"{WHERE}: {key} must be true or false, got {show(value)}")
     return value

@@ -9,7 +9,7 @@ from typing import Any
 from exl3kit.checkpoint.keys import show
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.models.attention import Gqa, Mla
-from exl3kit.models.config_keys import WHERE, count, size
+from exl3kit.models.config_keys import WHERE, count, flag, size
 from exl3kit.models.decoder import DecoderMap, Moe
 from exl3kit.models.forward.base import Attention, Router
 from exl3kit.models.forward.gqa import GqaAttention
@@ -18,7 +18,7 @@ from exl3kit.models.forward.mla import MlaAttention
 from exl3kit.models.forward.model import ForwardModel
 from exl3kit.models.forward.rotary import read_rope
 from exl3kit.models.forward.routers import Groups, SigmoidRouter, SoftmaxRouter
-from exl3kit.models.forward.values import choice, flag, number
+from exl3kit.models.forward.values import choice, number
 from exl3kit.models.registry import model_map
 
 Config = Mapping[str, Any]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from exl3kit.checkpoint.keys import show
 from exl3kit.errors import CheckpointError, UnsupportedError
-from exl3kit.models.config_keys import WHERE
-from exl3kit.models.forward.values import flag, number
+from exl3kit.models.config_keys import WHERE, flag
+from exl3kit.models.forward.values import number
 
 _SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _KEYS = {

@@ -37,13 +37,3 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     ):
         raise CheckpointError(f"{WHERE}: {key} must be a positive number, got {show(value)}")
     return float(value)
-
-
-def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """A boolean; `default` where absent or null."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise CheckpointError(f"{WHERE}: {key} must be true or false, got {show(value)}")
-    return value
