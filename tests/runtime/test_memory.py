@@ -9,7 +9,7 @@ import pytest
 from exl3kit.checkpoint.inventory import by_kind, by_layer, stored_tensors
 from exl3kit.checkpoint.modules import exl3_parts
 from exl3kit.checkpoint.open import open_checkpoint
-from exl3kit.errors import SliceError
+from exl3kit.errors import CheckpointError, SliceError
 from exl3kit.models.registry import model_map
 from exl3kit.runtime.memory import (
     Deployment,
@@ -113,6 +113,14 @@ def test_draft_layers_that_are_not_stored_do_not_count(tmp_path: Path) -> None:
     tensors = [t for t in planned_tensors(model, 3, 4) if ".layers.78." not in t.name]
     plan = plan_memory(model, tensors, at(4))
     assert plan.num_arenas == 1 and plan.kv_bytes_per_token == 78 * 576 * 2 + 21 * 132
+
+
+def test_files_without_a_layer_cannot_be_planned() -> None:
+    """As when only the shard of the embedding has arrived: no cache, and no tokens to count."""
+    model = model_map(GLM_52)
+    tensors = [t for t in planned_tensors(model, 3, 4) if ".layers." not in t.name]
+    with pytest.raises(CheckpointError, match="decoder layers: expected tensors"):
+        plan_memory(model, tensors, at(4, vram=2**30))
 
 
 def test_impossible_slices_are_refused() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from exl3kit.checkpoint.inventory import EMBEDDING, KINDS, ROUTED, StoredTensor, kind_of, layer_of
 from exl3kit.checkpoint.names import PROJECTIONS, RANK_SUFFIX, slice_rules
 from exl3kit.checkpoint.widths import check_cut, padded
+from exl3kit.errors import CheckpointError
 from exl3kit.models.attention import Gqa, Mla
 from exl3kit.models.base import ShardKind
 from exl3kit.models.decoder import DecoderMap
@@ -73,10 +74,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """Bytes of each rank for `tensors` of `model`; the tp must be a possible one (`tp_faults`).
 
-    Next-token layers count where the tensors of one are there.
+    Next-token layers count where the tensors of one are there. CheckpointError without any layer.
     """
     weights = rank_bytes(model, tensors, deployment)
     stored = {layer for tensor in tensors if (layer := layer_of(tensor.name)) is not None}
+    if not stored & set(model.layers):
+        raise CheckpointError(
+            "decoder layers: expected tensors of one or more to plan for, got none"
+        )
     decode = prefill = num_arenas = 0
     if model.moe is not None:
         budget, shape = deployment.max_num_batched_tokens, moe_shape(model, deployment)
