@@ -206,9 +206,8 @@ def test_gate_and_up_of_different_rates(dtype: torch.dtype) -> None:
 def test_gate_and_up_of_different_rates_need_a_cpu() -> None:
     tier, _ = gate_and_up_differ()
     x, (weights, ids) = random_rows(1, H), random_routing(1, TOP_K, E)
-    arguments = (tensor.to("meta") for tensor in (x, weights, ids))
-    with pytest.raises(UnsupportedError, match="same bits on a device .* different ones on meta"):
-        exl3_experts(*arguments, [tier], "mcg")
+    with pytest.raises(UnsupportedError, match="same bits on a device"):
+        exl3_experts(x.to("meta"), weights.to("meta"), ids.to("meta"), [tier], "mcg")
 
 
 def test_opcheck() -> None:
