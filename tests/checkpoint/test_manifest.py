@@ -92,6 +92,7 @@ def test_written_block_parses_to_the_same_manifest(
 
 def test_informational_keys_survive() -> None:
     extra = {"exllamav3_version": "0.0.43", "slicing": "free text", "mtp78": {"a": [1]}}
+    extra |= {"k_values": [3], "bits_per_expert": None}  # nothing goes by them: bits is a number
     written = parse(uniform_block() | extra).to_config()
     assert extra.items() <= written.items()
 

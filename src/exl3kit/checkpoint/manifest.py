@@ -35,7 +35,8 @@ _REQUIRED = (
     "tensor_schema",
     "tp",
 )
-_KNOWN = {*_REQUIRED, "rotation_layout", "shared_h_tensor_schema", "k_values", "bits_per_expert"}
+_KNOWN = {*_REQUIRED, "rotation_layout", "shared_h_tensor_schema"}
+_OF_MIXED = {"k_values", "bits_per_expert"}  # informational where one bitrate is everywhere
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ def _parse(block: Mapping[str, Any], folder: Path | None) -> RankSlicedManifest:
             raise CheckpointError(f"{BLOCK_KEY}: no folder to read {show(reference)} from")
         file, key = parse_reference(reference, BLOCK_KEY)
         layer_bits = read_bits_map(folder / file, key, layers, experts, k_values)
+    known = _KNOWN | _OF_MIXED if reference else _KNOWN
     return RankSlicedManifest(
         tp=tp,
         first_layer=layers[0],
@@ -205,7 +207,7 @@ def _parse(block: Mapping[str, Any], folder: Path | None) -> RankSlicedManifest:
         rotation_layout=_rotation_layout(block),
         k_values=k_values if reference else (),
         bits_per_expert=reference,
-        extra={key: value for key, value in block.items() if key not in _KNOWN},
+        extra={key: value for key, value in block.items() if key not in known},
     )
 
 
