@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ class Recorder:
         self.launched: list[tuple[Any, ...]] = []
         self.limits: list[int] = []
         self.device = 0  # the current one
+        self.threads: set[int] = set()  # that have a context
         self.Device = lambda index: SimpleNamespace(set_current=lambda: self.switch(index))
         self.ObjectCode = SimpleNamespace(from_cubin=lambda cubin, name: self)
         self.Stream = SimpleNamespace(from_handle=lambda handle: f"stream {handle}")
@@ -45,6 +47,7 @@ class Recorder:
 
     def switch(self, index: int) -> None:
         self.device = index
+        self.threads.add(threading.get_ident())
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[None]:
@@ -54,6 +57,7 @@ class Recorder:
         self.device = before
 
     def launch(self, *arguments: Any) -> None:
+        assert threading.get_ident() in self.threads, "CUDA_ERROR_INVALID_CONTEXT"
         self.launched.append((*arguments, self.device))
 
     def cuKernelSetAttribute(self, _: Any, value: int, *__: Any) -> tuple[int]:
@@ -115,6 +119,15 @@ def test_a_device_that_is_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -
     assert recorder.device == 0
     kernel.launch(1, 32, (None, 0, 0, 0))
     assert recorder.launched[0][-1] == 1
+    assert recorder.device == 0
+
+
+def test_a_thread_that_has_no_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, recorder = load(monkeypatch, [8, 4, 8, 4], index=1)
+    thread = threading.Thread(target=kernel.launch, args=(1, 32, (None, 0, 0, 0)))
+    thread.start()
+    thread.join()
+    assert len(recorder.launched) == 1
     assert recorder.device == 0
 
 

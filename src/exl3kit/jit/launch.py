@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class LoadedKernel:
         stream = _stream(torch.cuda.current_stream(self._index).cuda_stream)
         config = _config(grid, block, shared_bytes, cluster, overlaps and self._can_overlap)
         with torch.cuda.device(self._index):  # the default stream is the current device's
+            _bind_thread(self._index)
             self._start(stream, config, self._kernel, *packed)
 
     def _raise_limit(self, shared_bytes: int) -> None:
@@ -121,6 +123,20 @@ class LoadedKernel:
                 f"{self.spec}: {shared_bytes} bytes of dynamic shared memory refused: {status.name}"
             )
         self._dynamic_limit = shared_bytes
+
+
+_thread = threading.local()
+
+
+def _bind_thread(index: int) -> None:
+    """Give this thread a context, which the driver does not do by itself.
+
+    torch leaves it to the first call of the CUDA runtime, and a thread may launch before any. From
+    then on torch's choice of a device moves the context along.
+    """
+    if not getattr(_thread, "is_bound", False):
+        toolkit.cuda_module("cuda.core").Device(index).set_current()
+        _thread.is_bound = True
 
 
 def _pack(param: Param, value: Argument) -> Any:
