@@ -98,5 +98,5 @@ def _no_constant(text: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise CheckpointError(f"{text[:40]} is too large for a number")
+        raise CheckpointError(f"expected a finite number, got {text[:40]}")
     return value
