@@ -61,8 +61,8 @@ def test_rank_sliced_checkpoint_and_bench(runner: CliRunner, checkpoint: Path) -
 def test_refusals(runner: CliRunner, checkpoint: Path) -> None:
     assert "found none" in refusal(runner, checkpoint / "nowhere", "Hi")
     assert "1024 tokens" in refusal(runner, DEMO, "Hi", "--max-tokens", 1024)
-    if not torch.cuda.is_available():
-        assert "use cpu" in refusal(runner, DEMO, "Hi", "--device", "cuda")
+    assert "use cpu" in refusal(runner, DEMO, "Hi", "--device", "cuda:99")
+    assert "expected cpu, cuda" in refusal(runner, DEMO, "Hi", "--device", "abacus")
     for file in checkpoint.glob("token*.json"):
         file.unlink()
     assert "no tokenizer" in refusal(runner, checkpoint, "Hi")

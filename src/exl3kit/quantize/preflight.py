@@ -30,6 +30,7 @@ from exl3kit.quantize.budget import is_budget, plan_bits
 from exl3kit.quantize.contents import Contents, layer_of, total_bytes
 from exl3kit.quantize.layout import WHOLE, Layout, SliceMode
 from exl3kit.quantize.recipe import MtpMode, Recipe, Rule
+from exl3kit.runtime.checks import check_device
 
 if TYPE_CHECKING:
     from exl3kit.checkpoint.open import Checkpoint
@@ -207,24 +208,9 @@ def _check_source(checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_device(name: str) -> None:
-    """UnsupportedError unless there is a device of that name to compute on."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
-    found = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= found:
-        raise UnsupportedError(
-            f"device: expected one of {found} CUDA devices, got {name!r}; use cpu"
-        )
-
-
 def _check_output(options: QuantizeOptions, model: DecoderMap) -> None:
     codebook = check_codebook(options.codebook)
-    _check_device(options.device)
+    check_device(options.device)
     for name in ("rows", "cols", "at_once"):
         if getattr(options, name) < 1:
             raise FormatError(f"{name}: expected at least 1, got {getattr(options, name)}")

@@ -1,4 +1,4 @@
-"""Checks at the edge of the ops: the kernels behind them read raw pointers.
+"""Checks at the edge of the ops, whose kernels read raw pointers, and of the device they run on.
 
 Shapes and dtypes are also checked while tracing; contiguity and device only when an op really runs.
 """
@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import torch
 
-from exl3kit.errors import FormatError
+from exl3kit.errors import FormatError, UnsupportedError
 from exl3kit.format.spec import HADAMARD_BLOCK, TILE, bits_from_words, check_bits
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
+
+
+def check_device(name: str) -> None:
+    """UnsupportedError unless there is a device of that name to compute on."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
+    found = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= found:
+        raise UnsupportedError(
+            f"device: expected one of {found} CUDA devices, got {name!r}; use cpu"
+        )
 
 
 def check_tensor(

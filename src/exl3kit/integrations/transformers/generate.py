@@ -16,6 +16,7 @@ import exl3kit.integrations.transformers  # noqa: F401  registers the format
 from exl3kit.checkpoint.open import read_config
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.integrations.transformers import compat
+from exl3kit.runtime.checks import check_device
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class Generator:
         that is not there, and what loading refuses.
         """
         read_config(path)
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise UnsupportedError(f"device: expected one that is there, got {device!r}; use cpu")
+        check_device(device)
         compat.disable_progress_bar()
         try:
             self.tokenizer: Any = compat.AutoTokenizer.from_pretrained(path)
