@@ -80,6 +80,7 @@ def test_head_dim_defaults_to_an_even_share() -> None:
         ("first_k_dense_replace", 1.5),
         ("use_qk_norm", 1),
         ("head_dim", "64"),
+        ("num_key_value_heads", 3),
     ],
 )
 def test_wrong_config_values_are_named(key: str, value: Any) -> None:

@@ -105,10 +105,16 @@ def read_model(name: str, config: Mapping[str, Any]) -> DecoderMap:
 
 def _gqa(fixed: Architecture, config: Mapping[str, Any]) -> Gqa:
     heads = size(config, "num_attention_heads")
+    pairs = size(config, "num_key_value_heads", heads)
+    if heads % pairs:
+        raise CheckpointError(
+            f"{WHERE}: num_attention_heads must be a multiple of num_key_value_heads {pairs}, "
+            f"got {heads}"
+        )
     norm = fixed.qk_norm
     return Gqa(
         num_heads=heads,
-        num_kv_heads=size(config, "num_key_value_heads", heads),
+        num_kv_heads=pairs,
         head_dim=size(config, "head_dim", size(config, "hidden_size") // heads),
         biased=fixed.biased if flag(config, "attention_bias") else (),
         has_qk_norm=flag(config, norm) if isinstance(norm, str) else norm,
