@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,24 @@ def test_template_wraps_the_prompt_unless_raw(generator: Generator) -> None:
     template, generator.tokenizer.chat_template = generator.tokenizer.chat_template, None
     assert decode(generator.encode("Hi")[0]) == "Hi"
     generator.tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize("top_k, expected", [(None, 0), (7, 7)])
+def test_only_the_checkpoint_itself_cuts_sampling(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch, top_k: int | None, expected: int
+) -> None:
+    """transformers would take the 50 likeliest tokens where generation_config.json says nothing."""
+    seen: dict[str, Any] = {}
+
+    def generate(ids: torch.Tensor, streamer: Any, **options: Any) -> None:
+        seen.update(options)
+        streamer.put(ids)
+        streamer.put(ids[0, :1])
+
+    monkeypatch.setattr(generator.model, "generate", generate)
+    monkeypatch.setattr(generator.model.generation_config, "top_k", top_k)
+    generator.run(generator.encode(QUESTION), 1, temperature=1.0)
+    assert (seen["do_sample"], seen["temperature"], seen["top_k"]) == (True, 1.0, expected)
 
 
 def test_bench_goes_on_after_the_end(generator: Generator) -> None:

@@ -104,7 +104,8 @@ class Generator:
         self._check_length(ids.shape[1], max_tokens)
         sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature}
+            top_k = self.model.generation_config.top_k or 0  # unset, transformers takes 50
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
         stream = TimedStreamer(self.tokenizer, emit)
         ids = ids.to(self.model.device)
         self.model.generate(
