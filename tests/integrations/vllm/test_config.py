@@ -25,7 +25,9 @@ from exl3kit.integrations.vllm.head import Exl3HeadMethod
 from exl3kit.integrations.vllm.linear import Exl3LinearMethod
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
 from exl3kit.integrations.vllm.params import MatrixSpec
+from exl3kit.testing.checkpoints import write_ordinary
 from exl3kit.testing.generate import random_exl3
+from exl3kit.testing.tiny_configs import tiny_config_of
 from tests.integrations.vllm.conftest import LAYER, SIZES, FakeMoE
 
 SHIM = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
@@ -98,6 +100,15 @@ def test_update_reads_the_checkpoint_and_pickles(sliced: Path, facts: Checkpoint
     copy = pickle.loads(pickle.dumps(config))
     assert copy.facts == facts
     assert facts.experts[1].rates == ((3, 3, 3),) * 4 and set(facts.experts) == {1, 2}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_model_without_experts(tmp_path: Path, model_type: str) -> None:
+    path = write_ordinary(tmp_path / "dense", tiny_config_of(model_type))
+    config = Exl3Config()
+    config.maybe_update_config(str(path), AutoConfig.from_pretrained(path))
+    found = config.hydrated("any")
+    assert not found.experts and {"lm_head", "model.layers.0.mlp.down_proj"} <= set(found.linears)
 
 
 def test_experts_inside_and_outside_moe_layers(facts: CheckpointFacts) -> None:

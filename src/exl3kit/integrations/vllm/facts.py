@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,10 @@ class ExpertFacts:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes from the target's config; layers from `num_hidden_layers` on are draft layers."""
+    """Sizes from the target's config; layers from `num_hidden_layers` on are draft layers.
+
+    `moe_intermediate_size` is 0 for a model without routed experts.
+    """
 
     num_hidden_layers: int
     hidden_size: int
@@ -77,7 +80,8 @@ class ModelSizes:
     @classmethod
     def of(cls, text_config: Any) -> ModelSizes:
         """The sizes in a Hugging Face text config."""
-        return cls(*(getattr(text_config, entry.name) for entry in fields(cls)))
+        width = getattr(text_config, "moe_intermediate_size", 0)
+        return cls(text_config.num_hidden_layers, text_config.hidden_size, width)
 
 
 @dataclass(frozen=True)
