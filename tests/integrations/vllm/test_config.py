@@ -25,7 +25,7 @@ from exl3kit.integrations.vllm.head import Exl3HeadMethod
 from exl3kit.integrations.vllm.linear import Exl3LinearMethod
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
 from exl3kit.integrations.vllm.params import MatrixSpec
-from exl3kit.testing.checkpoints import write_ordinary
+from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary
 from exl3kit.testing.generate import random_exl3
 from exl3kit.testing.tiny_configs import tiny_config_of
 from tests.integrations.vllm.conftest import LAYER, SIZES, FakeMoE
@@ -109,6 +109,13 @@ def test_a_model_without_experts(tmp_path: Path, model_type: str) -> None:
     config.maybe_update_config(str(path), AutoConfig.from_pretrained(path))
     found = config.hydrated("any")
     assert not found.experts and {"lm_head", "model.layers.0.mlp.down_proj"} <= set(found.linears)
+
+
+def test_linears_in_slices_are_refused(tmp_path: Path) -> None:
+    options = OrdinaryOptions(slice_width=128)
+    path = write_ordinary(tmp_path / "m", tiny_config_of("llama"), options)
+    with pytest.raises(UnsupportedError, match=r"mlp\.\w+\.slice\.0: a linear stored in slices"):
+        read_facts(path, SIZES)
 
 
 def test_experts_inside_and_outside_moe_layers(facts: CheckpointFacts) -> None:

@@ -188,8 +188,15 @@ def _matrix_spec(checkpoint: Checkpoint, module: str) -> MatrixSpec:
 
 
 def _check_linears(linears: Mapping[str, MatrixSpec]) -> None:
-    """vLLM reads the dense weight of these two itself: one is absorbed, one a bare nn.Linear."""
+    """vLLM reads the dense weight of two linears itself: one is absorbed, one a bare nn.Linear.
+
+    exllamav3 stores a linear wider than 55,296 as several, `.slice.{i}`; vLLM has one layer for it.
+    """
     for module in linears:
+        if ".slice." in module:
+            raise UnsupportedError(
+                f"{module}: a linear stored in slices cannot be served; transformers can run it"
+            )
         if module.endswith((".kv_b_proj", ".eh_proj")):
             raise UnsupportedError(
                 f"{module}: vLLM needs this weight dense; store {module}.weight in BF16"
