@@ -15,9 +15,10 @@ from exl3kit import quantize_tensor
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.slicing.job import slice_checkpoint
 from exl3kit.slicing.plan import SliceOptions
-from exl3kit.testing.checkpoints import write_r7
+from exl3kit.testing.checkpoints import write_ordinary, write_r7
 from exl3kit.testing.dense import write_dense_twin
 from exl3kit.testing.generate import make_ordinary, make_rank_sliced
+from exl3kit.testing.tiny_configs import tiny_config_of
 from exl3kit.testing.tiny_model import TinyGlm4Moe, tiny_config, write_tiny_model, write_tokenizer
 from tests.integrations.vllm.engine import assert_same_tokens, generate
 
@@ -62,3 +63,11 @@ def test_r7_with_rates_of_each_projection_on_two(tmp_path: Path) -> None:
     write_tokenizer(r7)
     expected = generate(write_dense_twin(r7, tmp_path / "dense"), PROMPTS, max_tokens=TOKENS)
     assert_same_tokens(generate(r7, PROMPTS, max_tokens=TOKENS, tp=2), expected)
+
+
+def test_a_dense_model_with_a_quantised_head(tmp_path: Path) -> None:
+    """Attention, MLPs and head as most public EXL3 files have them, against decoded weights."""
+    exl3 = write_ordinary(tmp_path / "exl3", tiny_config_of("qwen3"))
+    write_tokenizer(exl3)
+    expected = generate(write_dense_twin(exl3, tmp_path / "dense"), PROMPTS, max_tokens=TOKENS)
+    assert_same_tokens(generate(exl3, PROMPTS, max_tokens=TOKENS), expected)
