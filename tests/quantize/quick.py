@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from exl3kit.checkpoint.widths import padded
 from exl3kit.format.spec import TILE, Codebook, words_per_tile
 from exl3kit.format.tensors import Exl3Tensor, make_marker
-from exl3kit.quantize.layout import padded
 from exl3kit.quantize.stats import TensorStats
 from exl3kit.testing.tiny_model import TinyGlm4Moe
 

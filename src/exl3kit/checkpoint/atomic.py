@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,12 +20,15 @@ def write_file(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Make a file's writes, or the renames in a folder, survive a power cut.
+
+    An error of a write before is reported here too.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -45,6 +48,15 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 "to another disk"
             ) from err
         raise CheckpointError(f"{folder}: cannot write: {err.strerror or err}") from err
+
+
+def check_no_contents(folder: Path, names: Iterable[str]) -> None:
+    """CheckpointError if an output folder holds any files; `names` are those that it holds."""
+    if found := sorted(names):
+        raise CheckpointError(
+            f"{folder}: expected an empty or new output folder, found {', '.join(found[:5])}"
+            f"{', ...' if len(found) > 5 else ''}; name another folder or remove this one"
+        )
 
 
 def check_free_space(out: Path, needed: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Event, Lock
 from types import TracebackType
 
+from exl3kit.checkpoint.atomic import sync_path
 from exl3kit.checkpoint.pieces import PieceReader, PlannedTensor
 from exl3kit.checkpoint.shard import header_bytes
 
@@ -89,22 +90,13 @@ class ShardStream:
                 else:
                     _copy_rows(tensor, reader, blocks)
             blocks.flush()
-        self._syncing.append(self._syncer.submit(_sync, path))
+        self._syncing.append(self._syncer.submit(sync_path, path))
         return blocks.digest.hexdigest()
 
     def _count(self, written: int) -> None:
         if self._progress is not None:
             with self._lock:
                 self._progress(written)
-
-
-def _sync(path: Path) -> None:
-    """Wait until the disk has the file; an error of a write before is reported here too."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Blocks:

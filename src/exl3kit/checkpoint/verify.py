@@ -34,8 +34,6 @@ from exl3kit.format.tensors import check_marker
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
-_BLOCK_BYTES = 8 * 2**20
-
 
 @dataclass(frozen=True)
 class VerifyReport:
@@ -215,8 +213,5 @@ def _digest_faults(
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

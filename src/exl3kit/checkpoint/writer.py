@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from exl3kit.checkpoint.atomic import disk_errors, sync_folder, write_file
+from exl3kit.checkpoint.atomic import check_no_contents, disk_errors, sync_path, write_file
 from exl3kit.checkpoint.index import INDEX_NAME
 from exl3kit.checkpoint.jsonfile import is_bare_name
 from exl3kit.checkpoint.pieces import PlannedTensor
@@ -261,7 +261,7 @@ class CheckpointWriter:
             (self.path / part).rename(self.path / name)
             self._digests[name] = self._digests.pop(part)
             weight_map |= dict.fromkeys(names, name)
-        sync_folder(self.path)
+        sync_path(self.path)
         return dict(sorted(weight_map.items()))
 
     def _write_digested(self, name: str, data: bytes) -> None:
@@ -310,13 +310,9 @@ def _claim(path: Path) -> BinaryIO:
     if (path / UNFINISHED_NAME).exists() and not (path / "config.json").exists():
         with _locked_marker(path):
             _clear(path)
-    if found := sorted(item.name for item in path.iterdir()):
-        raise CheckpointError(
-            f"{path}: expected an empty or new output folder, found {', '.join(found[:5])}"
-            f"{', ...' if len(found) > 5 else ''}; name another folder or remove this one"
-        )
+    check_no_contents(path, (item.name for item in path.iterdir()))
     marker = _locked_marker(path)
-    sync_folder(path)
+    sync_path(path)
     return marker
 
 

@@ -9,9 +9,9 @@ from exl3kit.checkpoint.fp8 import FP8_DTYPES
 from exl3kit.checkpoint.modules import dense_weight
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.reader import read_bytes
+from exl3kit.checkpoint.widths import padded
 from exl3kit.errors import CheckpointError
 from exl3kit.quantize.contents import Contents
-from exl3kit.quantize.layout import padded
 from exl3kit.quantize.shard_file import ShardFile
 
 _BLOCK_BYTES = 8 * 2**20

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from exl3kit.checkpoint.shard import Entry
+from exl3kit.checkpoint.widths import padded
 from exl3kit.format.decode import decode_dense
-from exl3kit.format.spec import HADAMARD_BLOCK, TILE, marker_value, words_per_tile
+from exl3kit.format.spec import TILE, marker_value, words_per_tile
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.models.base import LinearSpec, ShardKind
 from exl3kit.slicing.apply import cut_exl3
@@ -113,11 +114,6 @@ def decode(parts: Sequence[Exl3Tensor], kind: ShardKind, device: torch.device) -
         trellis, suh, svh = (t.to(device) for t in (part.trellis, part.suh, part.svh))
         matrices.append(decode_dense(trellis, suh, svh, part.codebook))
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=_cut_dim(kind))
-
-
-def padded(size: int) -> int:
-    """`size` rounded up to whole Hadamard blocks."""
-    return -(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK
 
 
 def _cut_dim(kind: ShardKind) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exl3kit.checkpoint.atomic import disk_errors, sync_folder, write_file
+from exl3kit.checkpoint.atomic import disk_errors, sync_path, write_file
 from exl3kit.checkpoint.index import INDEX_NAME
 from exl3kit.checkpoint.shard import Entry, part_name
 from exl3kit.checkpoint.writer import CHECKSUMS_NAME, SIDE_PATTERNS
@@ -47,7 +47,7 @@ def publish(
                 part.rename(out / name)
             digests[name] = shard.digest
             weight_map |= {entry.name: name for entry in shard.entries}
-        sync_folder(out)
+        sync_path(out)
         size = sum(entry.nbytes for shard in shards for entry in shard.entries)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         texts = {INDEX_NAME: json_bytes(index), "config.json": json_bytes(config)}

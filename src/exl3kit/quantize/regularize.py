@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from exl3kit.checkpoint.widths import padded
 from exl3kit.errors import FormatError
 from exl3kit.format.hadamard import hadamard
-from exl3kit.format.spec import GAUSS_SCALE, HADAMARD_BLOCK
+from exl3kit.format.spec import GAUSS_SCALE
 
 _TINY = 1e-30  # a channel with a smaller RMS counts as zero
 _NUDGE = 1e-10  # exllamav3's: keeps a scale off zero
@@ -50,15 +51,10 @@ def check_weight(weight: torch.Tensor) -> None:
         )
 
 
-def padded_size(size: int) -> int:
-    """`size` rounded up to whole Hadamard blocks of 128."""
-    return -(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK
-
-
 def pad_matrix(matrix: torch.Tensor) -> torch.Tensor:
     """(k, n) with zeros up to multiples of 128 on both sides."""
     rows, columns = matrix.shape
-    return F.pad(matrix, (0, padded_size(columns) - columns, 0, padded_size(rows) - rows))
+    return F.pad(matrix, (0, padded(columns) - columns, 0, padded(rows) - rows))
 
 
 def make_signs(k: int, n: int, seed: int) -> Signs:
@@ -72,14 +68,14 @@ def check_signs(signs: Signs, k: int, n: int) -> Signs:
     """Signs as float64 padded with +1 to the stored sizes; FormatError unless +-1 of (k,), (n,)."""
     checked = []
     for side, vector, size in (("in", signs[0], k), ("out", signs[1], n)):
-        if tuple(vector.shape) not in ((size,), (padded_size(size),)):
+        if tuple(vector.shape) not in ((size,), (padded(size),)):
             raise FormatError(
-                f"signs ({side}): expected ({size},) or ({padded_size(size)},), "
+                f"signs ({side}): expected ({size},) or ({padded(size)},), "
                 f"got {tuple(vector.shape)}"
             )
         if not bool((vector.abs() == 1).all()):
             raise FormatError(f"signs ({side}): expected +1 or -1 everywhere")
-        checked.append(F.pad(vector.double(), (0, padded_size(size) - len(vector)), value=1.0))
+        checked.append(F.pad(vector.double(), (0, padded(size) - len(vector)), value=1.0))
     return checked[0], checked[1]
 
 

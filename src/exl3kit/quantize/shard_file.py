@@ -21,8 +21,6 @@ from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.reader import read_tensor
 from exl3kit.checkpoint.shard import Entry, header_bytes, in_file_order
 
-_BLOCK_BYTES = 8 * 2**20
-
 
 class ShardFile:
     """The file `path` with `entries`; use as a context manager.
@@ -75,11 +73,8 @@ class ShardFile:
 
     def digest(self) -> str:
         """SHA-256 of the file as it is now."""
-        digest = hashlib.sha256()
         with disk_errors(self.path.parent), self.path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __enter__(self) -> ShardFile:
         return self

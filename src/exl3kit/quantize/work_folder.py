@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exl3kit.checkpoint.atomic import disk_errors, write_file
+from exl3kit.checkpoint.atomic import check_no_contents, disk_errors, write_file
 from exl3kit.checkpoint.jsonfile import read_json_object
 from exl3kit.checkpoint.keys import show
 from exl3kit.errors import CheckpointError
@@ -121,11 +121,7 @@ def _check_free(out: Path) -> None:
         raise CheckpointError(f"{out}: expected a folder to write to, found a file")
     if not out.exists() or (out / WORK_NAME / _JOB).exists():
         return
-    if found := sorted(item.name for item in out.iterdir() if item.name != WORK_NAME):
-        raise CheckpointError(
-            f"{out}: expected an empty or new output folder, found {', '.join(found[:5])}"
-            f"{', ...' if len(found) > 5 else ''}; name another folder or remove this one"
-        )
+    check_no_contents(out, (item.name for item in out.iterdir() if item.name != WORK_NAME))
 
 
 def _lock(descriptor: int, out: Path) -> None:
