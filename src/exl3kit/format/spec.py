@@ -57,6 +57,11 @@ def check_codebook(codebook: str) -> Codebook:
         ) from None
 
 
+def rates_of(codebook: str) -> tuple[int | float, ...]:
+    """The rates that exist with a codebook, ascending: half rates with mul1 only."""
+    return SUPPORTED_BITS if check_codebook(codebook) is Codebook.MUL1 else INTEGER_BITS
+
+
 def check_bits(bits: int | float, codebook: str) -> int | float:
     """`bits` as int where it is whole; FormatError for a rate the format lacks.
 

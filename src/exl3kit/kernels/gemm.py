@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exl3kit.format.spec import HADAMARD_BLOCK, TILE, Codebook, check_codebook
+from exl3kit.format.spec import HADAMARD_BLOCK, TILE, Codebook, check_codebook, rates_of
 from exl3kit.jit.launch import get_kernel
 from exl3kit.jit.spec import KernelSpec, Param
 from exl3kit.kernels.launch import DTYPE_CODES, codebook_code, double_bits
@@ -35,13 +35,8 @@ CODEBOOK_NAMES = {
     Codebook.MCG: "exl3::kMcg",
     Codebook.MUL1: "exl3::kMul1",
 }
-# (twice the bits, codebook): whole rates with every codebook, half rates with mul1 alone.
-RATES = tuple(
-    (bits2, name)
-    for name in CODEBOOK_NAMES
-    for bits2 in (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-    if bits2 not in (3, 5, 7) or name is Codebook.MUL1
-)
+# (twice the bits, codebook) of every rate there is.
+RATES = tuple((int(2 * bits), name) for name in CODEBOOK_NAMES for bits in rates_of(name))
 
 _POINTER, _INT = Param.POINTER, Param.INT32
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from exl3kit.errors import FormatError
-from exl3kit.format.spec import INTEGER_BITS, SUPPORTED_BITS, Codebook, check_codebook
+from exl3kit.format.spec import Codebook, check_codebook, rates_of
 from exl3kit.quantize.bit_plan import Bits
 
 Expert = tuple[int, int]  # layer, expert
@@ -73,7 +73,7 @@ def allocate(
 
 def adjacent_rates(budget: float, codebook: str) -> tuple[Bits, ...]:
     """The codebook's rates next to `budget`: below and above it, or the one that it is."""
-    known = INTEGER_BITS if check_codebook(codebook) is not Codebook.MUL1 else SUPPORTED_BITS
+    known = rates_of(codebook)
     below = max((rate for rate in known if rate <= budget), default=None)
     above = min((rate for rate in known if rate >= budget), default=None)
     if below is None or above is None:
