@@ -12,7 +12,6 @@ Writes allocation.json and allocation.md.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from statistics import mean, stdev
 
 import torch
 from demo_quality import MODEL, WINDOW, spread
-from facts import ROOT, bullet_list, facts
+from facts import bullet_list, facts, write_results
 from torch import Tensor
 
 from exl3kit.checkpoint.names import PROJECTIONS
@@ -162,10 +161,7 @@ def main() -> None:
         found[budget] = measure(mixer, budget)
         print(budget, found[budget], flush=True)
     result = {**header, "windows": options.windows, "uniform": uniform, "mixed": found}
-    (ROOT / "results" / "allocation.json").write_text(json.dumps(result, indent=2) + "\n")
-    page = markdown(header, uniform, found)
-    (ROOT / "results" / "allocation.md").write_text(page)
-    print(page)
+    write_results("allocation", result, markdown(header, uniform, found))
 
 
 if __name__ == "__main__":

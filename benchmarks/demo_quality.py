@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
-from facts import ROOT, bullet_list, facts
+from facts import RESULTS, ROOT, bullet_list, facts, write_results
 from torch import Tensor
 
 from exl3kit.checkpoint.open import open_checkpoint
@@ -113,10 +113,7 @@ def run(bits: list[float], seed: int, windows: int, work: Path, out: Path) -> No
     rows = {case.bits: case.quality for case in cases}
     plot_rates(rows, "demo model, held-out text", out / "demo_quality.png")
     result = {**header, "seed": seed, "cases": [asdict(case) for case in cases]}
-    (out / "demo_quality.json").write_text(json.dumps(result, indent=2) + "\n")
-    page = markdown(header, cases)
-    (out / "demo_quality.md").write_text(page)
-    print(page)
+    write_results("demo_quality", result, markdown(header, cases), out)
 
 
 def main() -> None:
@@ -126,7 +123,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--windows", type=int, default=40, help=f"of {WINDOW} tokens, at most")
     parser.add_argument("--work", type=Path, help="keeps the quantised models here")
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = options.work or Path(folder)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parent
+RESULTS = ROOT / "results"
 
 
 def facts() -> dict[str, str]:
@@ -35,3 +38,10 @@ def facts() -> dict[str, str]:
 def bullet_list(header: dict[str, str]) -> str:
     """The facts as Markdown."""
     return "".join(f"- {key}: {value}\n" for key, value in header.items())
+
+
+def write_results(name: str, result: dict[str, Any], page: str, out: Path = RESULTS) -> None:
+    """Write `name`.json and `name`.md into the folder `out`, and print the page."""
+    (out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    (out / f"{name}.md").write_text(page)
+    print(page)

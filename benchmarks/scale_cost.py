@@ -9,11 +9,10 @@ differs. Writes scale_cost.json and scale_cost.md.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 
 import torch
-from facts import ROOT, bullet_list, facts
+from facts import ROOT, bullet_list, facts, write_results
 
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.checkpoint.open import open_checkpoint
@@ -92,10 +91,7 @@ def main() -> None:
     bits = parser.parse_args().bits
     header, costs = facts(), scale_costs(bits)
     result = {**header, "bits": bits, "scale_costs": [asdict(cost) for cost in costs]}
-    (ROOT / "results" / "scale_cost.json").write_text(json.dumps(result, indent=2) + "\n")
-    page = markdown(header, bits, costs)
-    (ROOT / "results" / "scale_cost.md").write_text(page)
-    print(page)
+    write_results("scale_cost", result, markdown(header, bits, costs))
 
 
 if __name__ == "__main__":

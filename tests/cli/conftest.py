@@ -9,6 +9,22 @@ from typer.testing import CliRunner
 from exl3kit.testing.generate import make_rank_sliced
 from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
 
+_SMALLEST = TinyGlm4Moe(
+    hidden_size=128,
+    intermediate_size=128,
+    moe_intermediate_size=128,
+    num_experts=2,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain model that quantises in seconds; not to be changed."""
+    return write_tiny_model(tmp_path_factory.mktemp("source"), _SMALLEST)
+
 
 @pytest.fixture(scope="session")
 def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,22 +10,6 @@ from typer.testing import CliRunner
 
 from exl3kit.cli.app import app
 from exl3kit.testing.generate import make_rank_sliced
-from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model
-
-SPEC = TinyGlm4Moe(
-    hidden_size=128,
-    intermediate_size=128,
-    moe_intermediate_size=128,
-    num_experts=2,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("source"), SPEC)
 
 
 def test_alone_and_against_a_reference(runner: CliRunner, source: Path, tmp_path: Path) -> None:

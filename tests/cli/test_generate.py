@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from exl3kit.cli.app import app
@@ -16,13 +14,7 @@ from exl3kit.cli.app import app
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of operations this small wait for each other, on busy cores for seconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def answer(runner: CliRunner, *arguments: object) -> str:

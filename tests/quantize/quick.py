@@ -7,8 +7,7 @@ two runs that differ in any bit of any input write different files.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -31,15 +30,6 @@ SPEC = TinyGlm4Moe(
     num_kv_heads=1,
     head_dim=64,
 )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Matrices of 128 x 256: threads cost more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

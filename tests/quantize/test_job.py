@@ -167,14 +167,9 @@ def test_report_log_and_progress_cover_every_slice(done: Done) -> None:
 
 
 def test_same_seed_writes_the_same_bytes_on_any_number_of_threads_and_experts_at_once(
-    source: Path, done: Done, tmp_path: Path
+    source: Path, done: Done, one_thread: None, tmp_path: Path
 ) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        quantize_checkpoint(source, tmp_path / "out", replace(OPTIONS, at_once=3))
-    finally:
-        torch.set_num_threads(threads)
+    quantize_checkpoint(source, tmp_path / "out", replace(OPTIONS, at_once=3))
     assert files(tmp_path / "out") == files(done[0].path)
 
 

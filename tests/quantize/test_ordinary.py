@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with quick.one_thread():
-        quick.install(monkeypatch)
-        yield
+def quick_encoder(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    quick.install(monkeypatch)
 
 
 def quantised(source: Path, out: Path, **change: Any) -> Checkpoint:

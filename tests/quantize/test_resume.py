@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with quick.one_thread():
-        quick.install(monkeypatch)
-        yield
+def quick_encoder(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    quick.install(monkeypatch)
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,7 @@ from tests.quantize import quick
 DENSE = {"attention": 4, "mlp": 4, "shared_experts": 4, "head": 4}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with quick.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain(
