@@ -15,6 +15,7 @@ it, nor on the plan's capacity.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ class MoePlan:
             "partial2": 4 * self.splits2 * routes * self.hidden,
         }
 
-    @property
+    @functools.cached_property
     def offsets(self) -> dict[str, int]:
         """Byte at which each view starts, a multiple of 256; the last is the end of the scratch."""
         starts, end = {}, 0
@@ -125,6 +126,7 @@ class MoePlan:
         return self.offsets["end"]
 
 
+@functools.cache
 def plan_moe(
     capacity: int,
     top_k: int,
@@ -148,6 +150,7 @@ def plan_moe(
     return MoePlan(capacity, top_k, hidden, inner, splits13, splits2, wave, is_shared_h)
 
 
+@functools.cache
 def strips_per_block(strips: int, blocks: int, wave: int) -> int:
     """Strips a block takes one after the other, a divisor of `strips`, where there are `blocks`.
 
