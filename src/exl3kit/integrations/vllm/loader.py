@@ -17,6 +17,7 @@ import torch
 
 from exl3kit.checkpoint.manifest import BLOCK_KEY, RankSlicedManifest
 from exl3kit.checkpoint.names import check_rank_sliced_marker, layer_index, normalise_name
+from exl3kit.checkpoint.r7 import SHARED as R7_SHARED
 from exl3kit.checkpoint.runtime_checks import owned_ranks
 from exl3kit.checkpoint.signs import is_packed, unpack_signs
 from exl3kit.errors import CheckpointError
@@ -31,8 +32,9 @@ _logger = logging.getLogger("vllm.exl3kit")  # vLLM shows what is logged below i
 _RANK_TENSOR = re.compile(r"\.rank\d+\.(trellis|suh|svh|mcg|mul1)$")
 _RANK_MARKER = re.compile(r"\.rank\d+\.(mcg|mul1)$")
 _EXPERT_TRELLIS = re.compile(r"\.experts\.\d+\.[^.]+\.trellis$")
-_R7_SHARED = re.compile(r"(?P<stem>.+\.experts)\.r7_shared\.(?P<vector>gate_up_suh|down_svh)")
-_R7_USERS = {"gate_up_suh": ("gate_proj.suh", "up_proj.suh"), "down_svh": ("down_proj.svh",)}
+_R7_SHARED = re.compile(
+    rf"(?P<stem>.+\.experts)\.r7_shared\.(?P<vector>{'|'.join({*R7_SHARED.values()})})"
+)
 _DRAFT_HEAD = re.compile(r"\.shared_head\.head\.(trellis|suh|svh|mcg|mul1)$")
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -150,8 +152,9 @@ def _plain_vectors(weights: Weights) -> Weights:
         if is_packed(name):
             yield f"{name}h", unpack_signs(tensor, name)
         elif match := _R7_SHARED.fullmatch(name):
-            for user in _R7_USERS[match["vector"]]:
-                yield f"{match['stem']}.0.{user}", tensor
+            for (projection, field), vector in R7_SHARED.items():
+                if vector == match["vector"]:
+                    yield f"{match['stem']}.0.{projection}.{field}", tensor
         else:
             yield name, tensor
 
