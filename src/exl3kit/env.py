@@ -68,3 +68,16 @@ def jit_verbose() -> bool:
 def jit_forbid() -> bool:
     """EXL3KIT_JIT_FORBID: a CUDA kernel that the cache lacks is an error, not a compile."""
     return _switch("EXL3KIT_JIT_FORBID")
+
+
+_ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
+
+
+def is_prefill_fused() -> bool:
+    """VLLM_EXL3_PREFILL_TRELLIS: more than 32 tokens on a GPU run on the fused prefill plans."""
+    value = (_read("VLLM_EXL3_PREFILL_TRELLIS") or "1").lower()
+    if value not in _ON + _OFF:
+        raise UnsupportedError(
+            f"VLLM_EXL3_PREFILL_TRELLIS: expected one of {', '.join(_OFF + _ON)}, got {value!r}"
+        )
+    return value in _ON

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,17 @@ BAD_HEADERS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     "leading space": (b' {"a":1}', "must start with"),
     "not utf-8": (b'{"\xff":1}', "not valid JSON"),
     "lone surrogate": (b'{"\\ud800":{}}', "not valid JSON"),
+    "metadata twice": (b'{"__metadata__":{},"__metadata__":{}}', "'__metadata__' appears twice"),
+    "no comma": (b'{"__metadata__":{} "b":{}}', "not valid JSON: expected ','"),
+    "no colon": (b'{"a" {}}', "not valid JSON: expected ':'"),
+    "name without quotes": (b"{a:{}}", "not valid JSON: expected a name"),
+    "comma at the end": (b'{"__metadata__":{},}', "not valid JSON"),
+    "not closed": (b'{"__metadata__":{}', "not valid JSON"),
+    "text after it": (b"{} x", "text after the end"),
+    "long entry": (
+        b'{"a":{"dtype":"U8","shape":[' + b"1," * 9000 + b"4]}}",
+        "'a': not valid JSON of at most 8192 characters",
+    ),
     "duplicate tensor": (
         b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{}}',
         "'a' appears twice",
@@ -130,6 +142,33 @@ def test_truncated_file_states_expected_and_found_bytes(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=f"expected {whole} bytes, found {whole - 100}"):
         read_header(path)
+
+
+def _peak(path: Path) -> int:
+    """Most bytes that Python has at a time while the header is read."""
+    tracemalloc.start()
+    try:
+        with suppress(CheckpointError):
+            read_header(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", [b"[],", b'{"a":0},', b'"ab",', b"1.5,"])
+def test_memory_for_what_is_no_entry(tmp_path: Path, text: bytes) -> None:
+    """Python's objects for all of it would take 8 to 30 times the text."""
+    header = b'{"a":[' + text * (1_000_000 // len(text)) + b"0]}"
+    assert _peak(write_raw(tmp_path / "x.safetensors", header)) < 3 * len(header)
+
+
+def test_memory_for_entries(tmp_path: Path) -> None:
+    """The text twice, and what is kept; 9 times the text for Python's objects and that."""
+    prefix = "model.layers.1.mlp.experts"
+    header = {f"{prefix}.{n}.gate_proj.rank0.suh": entry("F16", [0], 0, 0) for n in range(20_000)}
+    path = write_raw(tmp_path / "x.safetensors", header)
+    assert len(read_header(path).tensors) == 20_000
+    assert _peak(path) < 6 * path.stat().st_size
 
 
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES, MAX_HEADER_BYTES + 1, 2**40, 2**64 - 1])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from exl3kit.checkpoint.index import INDEX_NAME, read_index, scan_folder
+from exl3kit.checkpoint.stamps import read_stamps
 from exl3kit.errors import CheckpointError
 
 ONE, TWO, THREE = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
@@ -74,6 +75,23 @@ def test_index_of_the_model_before_it_was_quantised(tmp_path: Path) -> None:
     weight_map["lost.weight"] = "model-00001-of-00009.safetensors"
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
     assert "missing shards: model-00001-of-00009" in refusal(tmp_path)
+
+
+def test_index_that_lists_nothing(tmp_path: Path) -> None:
+    """Engines that follow it would load no weights, and say nothing for a quantised model."""
+    write_shards(tmp_path)
+    (tmp_path / INDEX_NAME).write_text('{"weight_map": {}}')
+    assert sorted(read_index(tmp_path)) == ["a", "b", "c"]
+    (fault,) = scan_folder(tmp_path).stale
+    assert "lists no tensors" in fault
+
+
+def test_hidden_files_are_not_weights(tmp_path: Path) -> None:
+    """macOS leaves `._NAME` beside what it copies to other file systems."""
+    write_shards(tmp_path)
+    (tmp_path / f"._{ONE}").write_bytes(b"x")
+    assert scan_folder(tmp_path).faults == ()
+    assert len(read_stamps(tmp_path)) == 3
 
 
 def test_tensor_in_two_files(tmp_path: Path) -> None:

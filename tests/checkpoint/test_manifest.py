@@ -160,7 +160,8 @@ def test_integral_float_is_accepted_as_bits() -> None:
 @pytest.mark.parametrize(
     "reference",
     ["/etc/x:k", "..\\x:k", "a/b.json:k", "../x.json:k", ".json", ":k", "x.json:", "C:x.json:k",
-     "..:k", ".:k", "x.json", " x.json:k", "a\0b.json:k"],
+     "..:k", ".:k", "x.json", " x.json:k", "a\0b.json:k",
+     "SHA256SUMS:k", "config.json:k", "model.safetensors.index.json:k"],
 )  # fmt: skip
 def test_map_reference_must_be_a_bare_file_name(tmp_path: Path, reference: str) -> None:
     """Refused before any read: R9, with the reference in the message."""
@@ -211,3 +212,7 @@ def test_new_manifest_refuses_gaps_and_ragged_layers() -> None:
         make_manifest(2, {1: (3, 3), 2: (3,)})
     with pytest.raises(CheckpointError, match=r"2..6"):
         make_manifest(2, {1: (3, 8)})
+    with pytest.raises(CheckpointError, match="tp must be an integer"):
+        make_manifest(0, {1: (3, 3)})
+    with pytest.raises(CheckpointError, match="0 <= first"):
+        make_manifest(2, {-1: (3, 3)})

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from exl3kit.checkpoint.manifest import SHARED_H
 from exl3kit.checkpoint.open import open_checkpoint
+from exl3kit.checkpoint.verify import verify_checkpoint
 from exl3kit.checkpoint.writer import CheckpointWriter
 from exl3kit.errors import CheckpointError, Exl3Error, FormatError
+from exl3kit.models.registry import model_map
 from exl3kit.testing.generate import make_rank_sliced, random_exl3
 
 GATE = "model.layers.1.mlp.experts.0.gate_proj.rank0"
@@ -89,6 +92,22 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="expected a JSON object"):
         open_checkpoint(tmp_path)
+
+
+def test_folder_that_cannot_be_looked_at(
+    plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pathlib answers "no" to what is not there; any other error of the system it hands on."""
+    for call in (open_checkpoint, lambda path: verify_checkpoint(path, model_map)):
+        with pytest.raises(CheckpointError, match="aaa: cannot read: File name too long"):
+            call(tmp_path / ("a" * 300))
+
+    def refuse(path: Path) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(CheckpointError, match=f"{plain_folder}: cannot read: Permission denied"):
+        open_checkpoint(plain_folder)
 
 
 def test_architecture_must_be_named(tmp_path: Path) -> None:

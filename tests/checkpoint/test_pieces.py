@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from exl3kit.checkpoint.header import TensorInfo, read_header
 from exl3kit.checkpoint.open import open_checkpoint
-from exl3kit.checkpoint.pieces import copy_of, joined
+from exl3kit.checkpoint.pieces import _MAX_OPEN, copy_of, joined
+from exl3kit.checkpoint.stream import _MAX_THREADS
 from exl3kit.checkpoint.writer import CHECKSUMS_NAME, CheckpointWriter
 from exl3kit.errors import CheckpointError
 
@@ -112,3 +113,8 @@ def test_source_that_shrinks_or_goes(
         pytest.raises(CheckpointError, match=r"tensor 'cube': cannot read: No such file"),
     ):
         writer.copy([copy_of(infos["cube"], "a")])
+
+
+def test_threads_together_stay_below_the_limit_of_descriptors() -> None:
+    """1024 is what a process has by default, its own libraries included."""
+    assert _MAX_THREADS * _MAX_OPEN <= 512

@@ -17,6 +17,7 @@ from exl3kit.checkpoint.verify import VerifyReport, verify_checkpoint
 from exl3kit.checkpoint.writer import CHECKSUMS_NAME, CheckpointWriter
 from exl3kit.errors import CheckpointError, UnsupportedError
 from exl3kit.models.registry import model_map
+from exl3kit.testing.checkpoints import write_plain
 from exl3kit.testing.generate import make_rank_sliced, random_exl3
 from exl3kit.testing.tiny_configs import tiny_config_of
 
@@ -94,6 +95,16 @@ FAULTS: list[tuple[str, Callable[[Tensors], object], list[str]]] = [
         [f"{GATE}.trellis", "[16, 8, 64]", "[16, 8, 48]"],
     ),
     ("marker", _set(f"{GATE}.mcg", torch.tensor(3, dtype=torch.int32)), ["0x00000003"]),
+    (
+        "integers for a norm",
+        _set("model.norm.weight", torch.ones(256).long()),
+        ["'model.norm.weight': expected one of torch.bfloat16", "got torch.int64"],
+    ),
+    (
+        "exponents for a norm",
+        _set("model.norm.weight", torch.ones(256).to(torch.float8_e8m0fnu)),
+        ["'model.norm.weight': expected one of torch.bfloat16", "got torch.float8_e8m0fnu"],
+    ),
     ("rank", _set(f"{EXPERT}.gate_proj.rank2.suh", NAN_VECTOR), ["rank2.suh"]),
 ]
 
@@ -105,6 +116,14 @@ def test_faults_name_the_tensor(
     edit(sliced_folder, f"{GATE}.svh", change)
     text = "\n".join(verify(sliced_folder).faults)
     assert all(part in text for part in texts), text
+
+
+def test_fp8_scales_are_no_integers(tmp_path: Path) -> None:
+    folder = write_plain(tmp_path / "m", tiny_config_of("deepseek_v3"), fp8=True)
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    edit(folder, name, lambda t: t.update({name: t[name].int() + 1}))
+    (fault,) = verify(folder).faults
+    assert fault == f"tensor {name!r}: expected floating-point scales, got torch.int32"
 
 
 def test_plain_tensors_are_checked_too(sliced_folder: Path) -> None:
@@ -131,6 +150,37 @@ def test_changed_byte_is_found_by_digest(sliced_folder: Path) -> None:
     file.write_bytes(data)
     (fault,) = verify(sliced_folder).faults
     assert file.name in fault and "sha256" in fault
+
+
+@pytest.mark.parametrize("how", ["binary", "upper", "carriage returns"])
+def test_digests_as_other_tools_write_them(sliced_folder: Path, how: str) -> None:
+    path = sliced_folder / CHECKSUMS_NAME
+    lines = path.read_text().splitlines()
+    if how == "binary":
+        lines = [line.replace("  ", " *") for line in lines]
+    elif how == "upper":
+        lines = [line[:64].upper() + line[64:] for line in lines]
+    path.write_bytes(("\r\n" if how == "carriage returns" else "\n").join(lines).encode())
+    report = verify(sliced_folder)
+    assert report.is_ok and report.num_digests == len(lines)
+    path.write_text("0" * 63 + "  config.json\n")
+    (fault,) = verify(sliced_folder).faults
+    assert "expected '<sha256>  <file>' lines" in fault
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nowhere"])
+def test_digests_that_are_no_file(sliced_folder: Path, kind: str) -> None:
+    """Something is there that was meant to hold them: not the same as no digests."""
+    path = sliced_folder / CHECKSUMS_NAME
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("nowhere")
+    (fault,) = verify(sliced_folder).faults
+    assert fault.startswith(f"{path}: cannot read")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", CHECKSUMS_NAME])

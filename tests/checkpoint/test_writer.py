@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,15 +110,19 @@ def test_side_files_and_json(tmp_path: Path) -> None:
     source.mkdir()
     kept = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt",
             "generation_config.json", "LICENSE"]  # fmt: skip
-    left = ["config.json", "model.safetensors", "pytorch_model.bin", "README.md", "x.py"]
+    left = ["config.json", "model.safetensors", "pytorch_model.bin", "README.md", "x.py",
+            "tokenizer.safetensors", "tokenizer\n.json"]  # fmt: skip
     for name in kept + left:
         (source / name).write_text(name)
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add("a", torch.ones(1))
         assert writer.copy_side_files(source) == sorted(kept)
         writer.write_json("tier_bitmap.json", {"1": {"k": [3]}})
-        with pytest.raises(CheckpointError, match="bare file name"):
-            writer.write_json("../x.json", {})
+        for name in ("../x.json", "config.json", "SHA256SUMS", "a.safetensors", "shard-00001.part"):
+            with pytest.raises(CheckpointError, match=f"'{name}': expected a bare file name"):
+                writer.write_json(name, {})
+        with pytest.raises(CheckpointError, match=r"'config\.json': expected a bare file name"):
+            writer.copy_file(source / "config.json")
         writer.finish(CONFIG)
     assert {*kept, "tier_bitmap.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
     assert json.loads((tmp_path / "out/config.json").read_text()) == CONFIG
@@ -159,6 +164,18 @@ def test_foreign_or_complete_folders_are_not_touched(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "done").has("m.mcg")
 
 
+def test_unfinished_folder_with_damage_and_with_a_file_of_the_users(tmp_path: Path) -> None:
+    """The list of side files is no text after a power cut; a download stays."""
+    (tmp_path / UNFINISHED_NAME).write_bytes(b"tier_bitmap.json\n\xff\xfe\0\n")
+    ours = ("tier_bitmap.json", ".tier_bitmap.json.part", "spool.part", "shard-00001.part",
+            "model-00001-of-00002.safetensors", ".config.json.part")  # fmt: skip
+    for name in (*ours, "film.mkv.part"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(CheckpointError, match=r"found film\.mkv\.part; name another folder"):
+        CheckpointWriter(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["film.mkv.part"]
+
+
 def test_leaving_early_removes_everything(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), CheckpointWriter(tmp_path / "out", 16) as writer:
         writer.add("a", torch.ones(8))
@@ -166,6 +183,15 @@ def test_leaving_early_removes_everything(tmp_path: Path) -> None:
         writer.add("b", torch.ones(8))
         raise RuntimeError("the caller failed")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_folder_that_is_taken_away(tmp_path: Path) -> None:
+    """The clean-up finds nothing to clean, which is not what went wrong."""
+    writer = CheckpointWriter(tmp_path / "out", 16)
+    writer.add("a", torch.ones(8))
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="out: cannot write: No such file or directory"):
+        writer.add("b", torch.ones(8))
 
 
 def test_full_disk_is_one_clear_error_and_nothing_is_left(

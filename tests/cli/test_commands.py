@@ -83,7 +83,7 @@ def test_inspect_plan(runner: CliRunner, checkpoint: Path) -> None:
     assert shown.exit_code == 0 and "each of 2 GPUs" in shown.stdout
     plan = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)["plan"]
     assert plan["kv_bytes_per_token"] == 3 * 2 * 64 * 2  # layers, key and value, head_dim, BF16
-    used = plan["weights_bytes"] + plan["decode_arena_bytes"] + plan["prefill_arena_bytes"]
+    used = plan["weights_bytes"] + plan["decode_scratch_bytes"] + plan["prefill_scratch_bytes"]
     assert plan["kv_bytes"] == 2**30 - used
     assert plan["sequences_that_fit"] == plan["kv_tokens"] // 4096 and plan["fits"]
     none_left = json.loads(runner.invoke(app, [*arguments, "--json", "--vram", "0"]).stdout)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from exl3kit.cli.app import app
@@ -37,6 +38,26 @@ def test_alone_and_against_a_reference(runner: CliRunner, source: Path, tmp_path
     words = runner.invoke(app, asked).stdout
     assert f"| {sliced} | {found['perplexity']:.4f} |" in words
     assert f"against {source} on 504 tokens (8 windows of 64) of {text}" in words
+
+
+def test_an_infinite_perplexity_is_null_in_json(
+    runner: CliRunner, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hopeless(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(targets),), 1000.0, dtype=torch.float64)
+
+    monkeypatch.setattr("exl3kit.evaluate.perplexity.token_nll", hopeless)
+    asked = ["eval", str(source), "--window", "64"]
+    found = json.loads(runner.invoke(app, [*asked, "--json"]).stdout)
+    assert (found["nll"], found["perplexity"], found["interval"]) == (1000, None, [None, None])
+    words = runner.invoke(app, asked).stdout
+    assert words.startswith("perplexity inf (95 % interval inf to inf) ")
+
+
+def test_a_device_that_is_not_there(runner: CliRunner, source: Path) -> None:
+    result = runner.invoke(app, ["eval", str(source), "--device", "cuda:99"])
+    assert result.exit_code == 2
+    assert "device: expected one of" in result.stderr
 
 
 def test_a_plot_needs_a_reference(runner: CliRunner, source: Path, tmp_path: Path) -> None:

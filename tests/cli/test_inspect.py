@@ -71,6 +71,33 @@ def test_text_of_a_config_cannot_steer_the_terminal(runner: CliRunner, tmp_path:
     assert "Mine\\x1b[2J\\ud800" in result.stdout and "\x1b" not in result.stdout
 
 
+@pytest.mark.parametrize(
+    "options, option, needed",
+    [
+        (["--vram", "1"], "--vram", "--tp"),
+        (["--num-sms", "132"], "--num-sms", "--tp"),
+        (["--max-num-batched-tokens", "8"], "--max-num-batched-tokens", "--tp"),
+        (["--fp8-kv-cache"], "--fp8-kv-cache", "--tp"),
+        (["--tp", "1", "--max-model-len", "64"], "--max-model-len", "--vram"),
+        (["--tp", "1", "--vram", "1", "--max-num-seqs", "2"], "--max-num-seqs", "--max-model-len"),
+    ],
+)
+def test_option_without_effect(
+    runner: CliRunner, tmp_path: Path, options: list[str], option: str, needed: str
+) -> None:
+    result = runner.invoke(app, ["inspect", str(tmp_path), *options])
+    shown = " ".join(result.stderr.split())
+    assert result.exit_code == 2
+    assert f"{option}: has no effect without {needed}" in shown, shown
+
+
+def test_file_that_is_no_config(runner: CliRunner, tmp_path: Path) -> None:
+    path = write_ordinary(tmp_path / "m", tiny_config_of("llama")) / "model.safetensors"
+    result = runner.invoke(app, ["inspect", str(path), "--bits", "3"])
+    assert result.exit_code == 2
+    assert f"{path}: expected a checkpoint folder or a config.json" in result.stderr
+
+
 def test_memory_without_end_is_a_usage_error(runner: CliRunner, tmp_path: Path) -> None:
     result = runner.invoke(app, ["inspect", str(tmp_path), "--tp", "1", "--vram", "inf"])
     assert result.exit_code == 2 and "--vram" in result.stderr

@@ -59,10 +59,35 @@ def test_faults_are_listed_where_nothing_can_be_compared(
     runner.invoke(app, ["slice", str(ordinary), str(out), "--tp", "2"])
     config = json.loads((out / "config.json").read_text()) | {"n_routed_experts": 3}
     (out / "config.json").write_text(json.dumps(config))
-    for source in (ordinary, tmp_path / "nowhere"):
-        result = runner.invoke(app, ["verify", str(out), "--source", str(source)])
-        assert result.exit_code == 1
-        assert "sha256" in result.stderr and "not compared with" in result.stderr
+    result = runner.invoke(app, ["verify", str(out), "--source", str(ordinary)])
+    assert result.exit_code == 1
+    assert "sha256" in result.stderr and "not compared with" in result.stderr
+    result = runner.invoke(app, ["verify", str(out), "--source", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2  # before hours of reading, and not after them
+    assert (
+        "nowhere: expected a checkpoint folder" in result.stderr and "sha256" not in result.stderr
+    )
+
+
+def test_folder_whose_name_is_markup(runner: CliRunner, ordinary: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "x[red]y[")
+    result = runner.invoke(app, ["slice", str(ordinary), out, "--tp", "2"])
+    assert result.exit_code == 0 and result.stdout.startswith(f"{out}: tp 2")
+    closing = f"{tmp_path / 'x'}[/y]"
+    assert runner.invoke(app, ["slice", str(ordinary), closing, "--tp", "2"]).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "slice", "slice to", "report"])
+def test_system_error_is_one_line_and_2(
+    runner: CliRunner, ordinary: Path, tmp_path: Path, command: str
+) -> None:
+    """A name that is too long is an error of stat itself, which pathlib hands on."""
+    bad = str(tmp_path / ("a" * 300))
+    folders = {"slice": [bad, str(tmp_path / "o"), "--tp", "2"]}
+    folders["slice to"] = [str(ordinary), bad, "--tp", "2"]
+    result = runner.invoke(app, [command.split()[0], *folders.get(command, [bad])])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {bad}") and "File name too long" in result.stderr
 
 
 def test_refusals_are_one_line_and_2(runner: CliRunner, ordinary: Path, tmp_path: Path) -> None:

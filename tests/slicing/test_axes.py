@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from exl3kit.checkpoint.widths import check_cut
 from exl3kit.errors import SliceError
 from exl3kit.slicing.axes import check_range, rank_range
 
@@ -20,6 +21,11 @@ def test_cut_that_is_no_multiple_of_128_lists_what_works() -> None:
 def test_width_that_no_tp_cuts() -> None:
     with pytest.raises(SliceError, match="none, 2880 itself"):
         rank_range("moe_intermediate_size", 2880, 1, 0)
+
+
+def test_no_ranks() -> None:
+    with pytest.raises(SliceError, match="tp: expected at least 1, got 0"):
+        check_cut("x", 512, 0)
 
 
 @pytest.mark.parametrize("rank", [-1, 4])

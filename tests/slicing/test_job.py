@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.checkpoint.verify import verify_checkpoint
-from exl3kit.checkpoint.writer import UNFINISHED_NAME
+from exl3kit.checkpoint.writer import UNFINISHED_NAME, CheckpointWriter
 from exl3kit.errors import CheckpointError
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.models.registry import model_map
@@ -273,6 +273,21 @@ def test_full_disk_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_side_file_that_cannot_be_read_is_seen_before_the_weights(
+    ordinary: Path, tmp_path: Path
+) -> None:
+    """Not after 300 GB of them."""
+    source = rewrite(ordinary, tmp_path / "m")
+    (source / "tokenizer.json").unlink(missing_ok=True)
+    (source / "tokenizer.json").symlink_to("/proc/self/mem")  # a file whose first byte is none
+    steps: list[int] = []
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot read"):
+        slice_checkpoint(
+            source, tmp_path / "o", SliceOptions(2), lambda done, _: steps.append(done)
+        )
+    assert steps == [] and list((tmp_path / "o").iterdir()) == []
+
+
 def test_too_little_disk_is_seen_before_writing(
     ordinary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,11 +338,9 @@ def test_source_that_changes_while_it_is_read(
     ordinary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """After the last byte was read: what was written may be of two versions."""
-    import exl3kit.slicing.job as job
-
     source = Path(shutil.copytree(ordinary, tmp_path / "source"))
     (shard,) = source.glob("*.safetensors")
-    write_map, texts = job._write_map, {
+    copy, texts = CheckpointWriter.copy, {
         "touched": "was written to",
         "grown": rf"had {shard.stat().st_size} bytes, now {shard.stat().st_size + 1}",
         "gone": "is gone",
@@ -335,7 +348,7 @@ def test_source_that_changes_while_it_is_read(
     }  # fmt: skip
 
     def meanwhile(*arguments: Any) -> None:
-        write_map(*arguments)
+        copy(*arguments)
         if change == "touched":
             os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
         elif change == "grown":
@@ -345,7 +358,7 @@ def test_source_that_changes_while_it_is_read(
         else:
             (source / "more.safetensors").touch()
 
-    monkeypatch.setattr(job, "_write_map", meanwhile)
+    monkeypatch.setattr(CheckpointWriter, "copy", meanwhile)
     with pytest.raises(CheckpointError, match=rf"{source}: .*{texts[change]}; start again"):
         cut(source, tmp_path / "out", 2)
     assert list((tmp_path / "out").iterdir()) == []

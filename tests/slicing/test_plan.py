@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,12 +55,25 @@ def test_bits_the_format_lacks(plain: Path, tmp_path: Path, bits: int) -> None:
     [
         (3, r"512 / tp 3 = 170.667 must be a multiple of 128; tp values that work: 1, 2, 4"),
         (8, r"512 / tp 8 = 64 must be a multiple"),
-        (0, r"tp: expected at least 1, got 0"),
-        (-2, r"tp: expected at least 1, got -2"),
+        (0, r"tp: expected an integer 1..4096, got 0"),
+        (-2, r"tp: expected an integer 1..4096, got -2"),
+        (2**70, r"tp: expected an integer 1..4096"),
+        (True, r"got True"),
+        ("2", r"got '2'"),
+        (2.0, r"got 2.0"),
+        (None, r"got None"),
     ],
 )
-def test_tp_that_cannot_be(ordinary: Path, tmp_path: Path, tp: int, text: str) -> None:
+def test_tp_that_cannot_be(ordinary: Path, tmp_path: Path, tp: Any, text: str) -> None:
     assert isinstance(refused(ordinary, tmp_path / "o", SliceOptions(tp), text), SliceError)
+
+
+@pytest.mark.parametrize("key", ["layout", "shim"])
+def test_option_that_is_none(ordinary: Path, tmp_path: Path, key: str) -> None:
+    wrong: dict[str, Any] = {key: "foo"}
+    refused(
+        ordinary, tmp_path / "o", SliceOptions(2, **wrong), f"{key}: expected one of None, .*foo"
+    )
 
 
 def test_plain_and_unknown_sources(plain: Path, ordinary: Path, tmp_path: Path) -> None:
@@ -164,6 +178,15 @@ def test_layers_with_a_gap(tmp_path: Path) -> None:
 
     gap = rewrite(source, tmp_path / "m", change)
     refused(gap, tmp_path / "o", SliceOptions(2), "must be contiguous, got 1 to 3 without 2")
+
+
+def test_layers_that_have_no_experts_in_the_model(ordinary: Path, tmp_path: Path) -> None:
+    """As when the next-token layer was struck from the config; verify refuses such a file too."""
+    slice_checkpoint(ordinary, tmp_path / "two", SliceOptions(2))
+    source = rewrite(tmp_path / "two", tmp_path / "m", config={"num_nextn_predict_layers": 0})
+    with pytest.raises(SliceError, match=r"moe_layers: layers \[2\] have no routed experts"):
+        slice_checkpoint(source, tmp_path / "o", SliceOptions(4))
+    assert not (tmp_path / "o").exists()
 
 
 def test_map_that_disagrees_with_the_trellises(ordinary: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def _swap(tensors: Tensors) -> None:
 
 
 NORM = "model.norm.weight"
+UP1 = f"{SLICE}.up_proj.rank1"
 CHANGES: list[tuple[str, Callable[[Tensors], object], list[str]]] = [
     (
         "column trellis",
@@ -64,6 +65,16 @@ CHANGES: list[tuple[str, Callable[[Tensors], object], list[str]]] = [
     ("cast", lambda t: t.update({NORM: t[NORM].float()}), [f"'{NORM}': expected the source's"]),
     ("extra", lambda t: t.update({"x": torch.ones(1)}), ["'x': the source has none"]),
     ("missing", lambda t: t.pop(NORM), [f"'{NORM}' of the source is missing"]),
+    (
+        "dtype of one rank, which torch does not join with another's",
+        lambda t: t.update({f"{UP1}.trellis": t[f"{UP1}.trellis"].view(torch.uint16)}),
+        [f"'{UP1}.trellis': expected torch.int16"],
+    ),
+    (
+        "shape of one rank",
+        lambda t: t.update({f"{UP1}.trellis": t[f"{UP1}.trellis"][1:]}),
+        [f"'{UP1}.trellis': expected torch.int16"],
+    ),
     (
         "missing slice",
         lambda t: t.pop(f"{SLICE}.up_proj.rank1.suh"),
@@ -93,6 +104,34 @@ def test_another_config_is_another_model(ordinary: Path, sliced: Path, tmp_path:
     found = prove(rewrite(sliced, tmp_path / "m", config=other), ordinary)
     assert [fault.split(": ")[1] for fault in found] == ["rope_theta", "text_config"]
     assert "expected the source's 1" in found[0] and "got 5.0" in found[0]
+
+
+def test_another_tokenizer_is_another_model(ordinary: Path, sliced: Path, tmp_path: Path) -> None:
+    source, path = rewrite(ordinary, tmp_path / "source"), rewrite(sliced, tmp_path / "m")
+    for folder, files in (
+        (source, {"tokenizer.json": "a", "merges.txt": "a", "LICENSE": "a", "README.md": "a"}),
+        (path, {"tokenizer.json": "b", "chat_template.jinja": "b", "LICENSE": "a"}),
+    ):
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    assert prove(path, source) == [
+        "chat_template.jinja: the source has no file of that name",
+        "merges.txt: the source's file is missing",
+        "tokenizer.json: differs from the source's file",
+    ]
+
+
+def test_tensors_below_the_experts_that_are_none_of_theirs(
+    ordinary: Path, sliced: Path, tmp_path: Path
+) -> None:
+    """A second form of a weight in the source is not in the cut of it."""
+    names = f"{SLICE}.up_proj.weight", f"{SLICE}.up_proj.rank2.suh"
+    source = rewrite(ordinary, tmp_path / "source", lambda t: t.update({names[0]: torch.ones(1)}))
+    path = rewrite(sliced, tmp_path / "m", lambda t: t.update({names[1]: torch.ones(1)}))
+    assert prove(path, source) == [
+        f"{path}: tensor {names[1]!r} belongs to no EXL3 expert",
+        f"{source}: tensor {names[0]!r} belongs to no EXL3 expert",
+    ]
 
 
 def test_negative_zero_is_not_zero(ordinary: Path, tmp_path: Path) -> None:

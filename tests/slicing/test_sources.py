@@ -19,8 +19,9 @@ from exl3kit.slicing.axes import rank_range
 from exl3kit.slicing.job import slice_checkpoint
 from exl3kit.slicing.plan import SliceOptions
 from exl3kit.slicing.prove import source_faults
-from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary, write_r7
+from exl3kit.testing.checkpoints import OrdinaryOptions, write_ordinary, write_plain, write_r7
 from exl3kit.testing.compare import assert_bitwise_equal
+from exl3kit.testing.generate import make_ordinary
 from exl3kit.testing.tiny_configs import tiny_config_of
 from tests.slicing.conftest import rewrite
 
@@ -114,11 +115,42 @@ def test_padding_that_is_not_zero(tmp_path: Path) -> None:
     both = rewrite(one, tmp_path / "both", lambda t: t[names[1]][-1:].fill_(1))
     with pytest.raises(CheckpointError, match=rf"{names[0]}', '{names[1]}'.*last 64 channels"):
         slice_checkpoint(both, tmp_path / "o2", SliceOptions(3))
-    assert verify_checkpoint(both, model_map).faults == ()  # whole experts are cropped
+    (fault,) = verify_checkpoint(both, model_map).faults
+    assert names[0] in fault and names[1] in fault and "padding" in fault
     last = [name.replace(".svh", ".rank2.svh") for name in names]
     sliced = rewrite(tmp_path / "o1", tmp_path / "bad", lambda t: t[last[1]].fill_(1))
     (fault,) = verify_checkpoint(sliced, model_map).faults
     assert last[0] in fault and last[1] in fault and "padding" in fault
+
+
+@pytest.mark.parametrize("dialect", ["r7", "packed signs"])
+def test_padding_of_whole_experts(tmp_path: Path, dialect: str) -> None:
+    """Engines hand all stored channels of gate and up on to down; signs are never 0."""
+    config, folder = config_of(**PADDED), tmp_path / "m"
+    if dialect == "r7":
+        whole = write_r7(folder, config, (4,))
+        assert verify_checkpoint(whole, model_map).faults == ()
+        ones = torch.ones(384).half()
+        changes = {f"{EXPERT}.{proj}_proj.svh": ones for proj in ("gate", "up")}
+        whole = rewrite(whole, tmp_path / "bad", lambda t: t.update(changes))
+    else:
+        whole = write_ordinary(folder, config, OrdinaryOptions(3, "mcg", has_packed_signs=True))
+    faults = verify_checkpoint(whole, model_map).faults
+    assert len(faults) == (1 if dialect == "r7" else 2)
+    assert all("gate_proj.svh" in fault and "are padding" in fault for fault in faults)
+    with pytest.raises(CheckpointError, match="which are padding"):
+        slice_checkpoint(whole, tmp_path / "o", SliceOptions(3))
+
+
+def test_padded_vector_of_another_shape_is_one_fault(tmp_path: Path) -> None:
+    source = write_ordinary(tmp_path / "m", config_of(**PADDED), MCG)
+    name = f"{EXPERT}.gate_proj.svh"
+    slice_checkpoint(source, tmp_path / "o", SliceOptions(3))
+    bad = rewrite(source, tmp_path / "bad", lambda t: t.update({name: torch.tensor(1).half()}))
+    (fault,) = verify_checkpoint(bad, model_map).faults
+    assert name in fault and "[384]" in fault
+    (fault,) = source_faults(open_checkpoint(tmp_path / "o"), open_checkpoint(bad))
+    assert fault == f"tensor {name!r}: expected a matrix or vector, got torch.float16 []"
 
 
 def test_hidden_size_cannot_be_padded(tmp_path: Path) -> None:
@@ -145,6 +177,32 @@ def test_other_forms_are_copied(tmp_path: Path) -> None:
         assert_bitwise_equal(sliced.tensor(name), whole.tensor(name))
 
 
+def test_fp8_linears_are_copied_with_their_block_size(tmp_path: Path) -> None:
+    """Of blocks of 64 x 128 there are twice as many scales as of 128 x 128."""
+    fp8 = write_plain(tmp_path / "fp8", config_of("deepseek_v3"), fp8=True)
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+
+    def halve(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("weight_scale_inv")]:
+            rows = -(-tensors[key.replace("_scale_inv", "")].shape[0] // 64)
+            tensors[key] = tensors[key].repeat_interleave(2, dim=0)[:rows]
+
+    whole = make_ordinary(fp8, tmp_path / "whole", 3)
+    assert verify_checkpoint(whole, model_map).faults == ()
+    block = {"quant_method": "exl3", "weight_block_size": [64, 128]}
+    source = rewrite(whole, tmp_path / "m", halve, {"quantization_config": block})
+    sliced = cut(source, tmp_path / "o", 2)
+    assert_bitwise_equal(sliced.tensor(name), open_checkpoint(source).tensor(name))
+    slice_checkpoint(tmp_path / "o", tmp_path / "one", SliceOptions(1, shim="modelopt"))
+    assert verify_checkpoint(tmp_path / "one", model_map).faults == ()
+
+
+def test_model_without_experts(tmp_path: Path) -> None:
+    source = write_ordinary(tmp_path / "m", tiny_config_of("llama"), MCG)
+    with pytest.raises(SliceError, match="no routed experts, so there is nothing to cut; engines"):
+        slice_checkpoint(source, tmp_path / "o", SliceOptions(2))
+
+
 def test_expert_in_slices(tmp_path: Path) -> None:
     source = write_ordinary(tmp_path / "m", config_of(), MCG)
     up = f"{EXPERT}.up_proj"
@@ -165,6 +223,6 @@ def test_layers_between_dense_ones(tmp_path: Path) -> None:
     check_experts(cut(source, tmp_path / "o", 2), open_checkpoint(source), 256)
     keys["mlp_only_layers"] = [0, 2]
     gap = write_ordinary(tmp_path / "gap", config_of("qwen3_moe", **keys), MCG)
-    with pytest.raises(SliceError, match="contiguous, got 1 to 3 without 2"):
+    with pytest.raises(SliceError, match="got 1 to 3 without 2; serve the file as it is"):
         slice_checkpoint(gap, tmp_path / "o2", SliceOptions(2))
     assert json.loads((tmp_path / "o" / "config.json").read_text())["mlp_only_layers"] == [0, 2, 3]

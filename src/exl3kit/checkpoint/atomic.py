@@ -14,13 +14,18 @@ from exl3kit.errors import CheckpointError
 
 def write_file(path: Path, data: bytes) -> None:
     """Write `data` to a temporary neighbour, sync it, rename it to `path`, sync the folder."""
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = part_of(path)
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_path(path.parent)
+
+
+def part_of(path: Path) -> Path:
+    """Where `write_file` writes `path` until it is whole."""
+    return path.with_name(f".{path.name}.part")
 
 
 def sync_path(path: Path) -> None:
@@ -33,6 +38,15 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def read_errors(what: object) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names `what`, a path or a tensor and its path."""
+    try:
+        yield
+    except OSError as err:
+        raise CheckpointError(f"{what}: cannot read: {err.strerror}") from None
 
 
 @contextmanager
@@ -61,8 +75,9 @@ def check_no_contents(folder: Path, names: Iterable[str]) -> None:
 
 def check_free_space(out: Path, needed: int) -> None:
     """CheckpointError unless the disk of the folder `out`, which may be new, has `needed` bytes."""
-    folder = next(path for path in (out, *out.absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
+    with disk_errors(out):
+        folder = next(path for path in (out, *out.absolute().parents) if path.exists())
+        free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
             f"{out}: the output needs about {needed} bytes of disk, {free} are free"

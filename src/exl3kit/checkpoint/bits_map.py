@@ -10,23 +10,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from exl3kit.checkpoint.index import INDEX_NAME
 from exl3kit.checkpoint.jsonfile import is_bare_name, is_int, read_json_object
 from exl3kit.checkpoint.keys import show
 from exl3kit.errors import CheckpointError
 
+_TAKEN = ("config.json", INDEX_NAME)
 TAIL_BITS = 3  # published MTP overlays list their experts under `tail_tr3` without saying 3
 
 
 def parse_reference(reference: str, where: str) -> tuple[str, str]:
     """File and field of `file.json:field`, split on the last colon.
 
-    Only a bare file name is accepted: the map must lie in the checkpoint's own folder.
+    Only a bare file name is accepted: the map must lie in the checkpoint's own folder, and be a
+    file of its own there, which can go with the weights when they are written again.
     """
     file, colon, field = reference.rpartition(":")
-    if not colon or not field or not is_bare_name(file) or not file.removesuffix(".json"):
+    is_json = is_bare_name(file) and file.endswith(".json") and file != ".json"
+    if not colon or not field or not is_json or file in _TAKEN:
         raise CheckpointError(
-            f"{where}: bits_per_expert must be '<file.json>:<field>' with a bare file name, "
-            f"got {show(reference)}"
+            f"{where}: bits_per_expert must be '<file.json>:<field>' with a bare file name "
+            f"other than {' and '.join(_TAKEN)}, got {show(reference)}"
         )
     return file, field
 

@@ -20,6 +20,7 @@ from exl3kit.format.row_table import GROUP, row_table_bits
 from exl3kit.format.spec import TILE, bits_from_words
 
 EXL3_FIELDS = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1")
+_DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass
@@ -66,10 +67,11 @@ def _plain_form(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> St
         shape = tuple(map(padded, shape))
     form = StoredForm()
     form.check(checkpoint, name, TensorRule(info.dtype, shape))
-    if not (info.dtype.is_floating_point or form.faults):
-        form.faults.append(f"tensor {name!r}: expected a floating-point dtype, got {info.dtype}")
     if info.dtype in FP8_DTYPES and len(shape) == 2:
         _check_scales(checkpoint, form, f"{module}.{SCALE_FIELD}", shape)
+    elif info.dtype not in _DENSE_DTYPES:
+        allowed = ", ".join(map(str, _DENSE_DTYPES))
+        form.faults.append(f"tensor {name!r}: expected one of {allowed}, got {info.dtype}")
     return form
 
 
@@ -85,6 +87,8 @@ def _check_scales(
         form.faults.append(str(err))
     else:
         form.check(checkpoint, name, rule)
+        if not rule.dtype.is_floating_point:
+            form.faults.append(f"tensor {name!r}: expected floating-point scales, got {rule.dtype}")
 
 
 def _exl3_form(

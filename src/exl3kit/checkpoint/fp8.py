@@ -17,6 +17,7 @@ from exl3kit.checkpoint.keys import show
 from exl3kit.errors import CheckpointError
 
 SCALE_FIELD = "weight_scale_inv"
+BLOCK_SIZE_KEY = "weight_block_size"
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DEFAULT_BLOCK = (128, 128)
 
@@ -24,13 +25,13 @@ _DEFAULT_BLOCK = (128, 128)
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns of a block, from the config's `quantization_config`."""
     quantization = config.get("quantization_config")
-    value = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    value = quantization.get(BLOCK_SIZE_KEY) if isinstance(quantization, Mapping) else None
     if value is None:
         return _DEFAULT_BLOCK
     is_pair = isinstance(value, list) and len(value) == 2
     if not is_pair or not all(is_int(v) and 1 <= v < 2**31 for v in value):
         raise CheckpointError(
-            f"quantization_config: weight_block_size must be two positive integers, "
+            f"quantization_config: {BLOCK_SIZE_KEY} must be two positive integers, "
             f"got {show(value)}"
         )
     return value[0], value[1]

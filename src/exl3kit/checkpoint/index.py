@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from exl3kit.checkpoint.atomic import read_errors
 from exl3kit.checkpoint.header import FileHeader, TensorInfo, check_tensor_name, read_header
 from exl3kit.checkpoint.jsonfile import is_bare_name, read_json_object
+from exl3kit.checkpoint.keys import some
 from exl3kit.errors import CheckpointError
 from exl3kit.log import get_logger, warn_once
 
@@ -24,7 +26,7 @@ _log = get_logger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})\.safetensors")
 _MAX_SHARDS = 100_000
-_SHOWN = 8
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ def read_index(folder: Path) -> dict[str, TensorInfo]:
 
 def scan_folder(folder: Path) -> FolderScan:
     """Read all headers of `folder` and compare them with one another and with the index file."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected a checkpoint folder, found none")
-    files = tuple(sorted(folder.glob("*.safetensors")))
+    with read_errors(folder):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: expected a checkpoint folder, found none")
+    files = tuple(weight_files(folder))
     if not files:
         raise CheckpointError(f"{folder}: expected *.safetensors files, found none")
     faults: list[str] = []
@@ -69,6 +72,17 @@ def scan_folder(folder: Path) -> FolderScan:
         lost, stale = _index_faults(folder, headers, tensors)
         faults += lost + stale
     return FolderScan(tensors, files, tuple(faults), tuple(stale))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The `*.safetensors` in `folder`, sorted; not the hidden ones, which no engine reads."""
+    # iterdir and not glob, which takes a folder that must not be read for an empty one
+    with read_errors(folder):
+        return sorted(
+            file
+            for file in folder.iterdir()
+            if file.name.endswith(".safetensors") and not file.name.startswith(".")
+        )
 
 
 def _read_headers(files: tuple[Path, ...], faults: list[str]) -> dict[str, FileHeader]:
@@ -91,7 +105,7 @@ def _merge(headers: dict[str, FileHeader], faults: list[str]) -> dict[str, Tenso
                 twice.setdefault((first.file.name, file), []).append(name)
     for (one, other), names in twice.items():
         faults.append(
-            f"{one} and {other}: the same tensors are in both: {_some(names)}; "
+            f"{one} and {other}: the same tensors are in both: {some(names)}; "
             "remove the file that does not belong here"
         )
     return tensors
@@ -114,11 +128,11 @@ def _missing_siblings(folder: Path, files: tuple[Path, ...]) -> list[str]:
         missing = (n for n in expected if n not in numbers)
         names = [
             f"{stem}-{n:0{digits}d}-of-{count:0{digits}d}.safetensors"
-            for n in islice(missing, _SHOWN)
+            for n in islice(missing, _MOST_NAMED)
         ]
         if names:
             total = count - sum(number in expected for number in numbers)
-            faults.append(f"{folder}: missing shards: {_some(names, total)}")
+            faults.append(f"{folder}: missing shards: {some(names, total)}")
     return faults
 
 
@@ -138,9 +152,9 @@ def _index_faults(
     absent = {file for file in lost.values() if not (folder / file).exists()}
     faults = []
     if absent:
-        faults.append(f"{INDEX_NAME}: missing shards: {_some(sorted(absent))}")
+        faults.append(f"{INDEX_NAME}: missing shards: {some(sorted(absent))}")
     if names := [name for name, file in lost.items() if file in headers]:
-        faults.append(f"{INDEX_NAME}: tensors that are not in their shard: {_some(names)}")
+        faults.append(f"{INDEX_NAME}: tensors that are not in their shard: {some(names)}")
     return faults, _stale(found, headers, set(weight_map))
 
 
@@ -153,8 +167,10 @@ def _stale(found: dict[str, str], headers: dict[str, FileHeader], listed: set[st
     ]
     shards = sorted(set(found.values()) & set(headers))
     unlisted = [name for file in shards for name in headers[file].tensors if name not in listed]
+    if headers and not listed:
+        return [f"{INDEX_NAME}: stale: it lists no tensors, engines would load none"]
     return [
-        f"{INDEX_NAME}: stale: {claim}: {_some(names)}"
+        f"{INDEX_NAME}: stale: {claim}: {some(names)}"
         for claim, names in (
             ("tensors are not in the file it names", elsewhere),
             ("its shards hold tensors it does not list", unlisted),
@@ -174,10 +190,3 @@ def _weight_map(path: Path) -> dict[str, str]:
                 f"{path}: weight_map[{name!r}] must be a bare file name, got {str(file)[:80]!r}"
             )
     return weight_map
-
-
-def _some(names: list[str], total: int | None = None) -> str:
-    """The first few names, and how many there are in all if that is more."""
-    total = len(names) if total is None else total
-    shown = ", ".join(names[:_SHOWN])
-    return shown if total <= _SHOWN else f"{shown}, ... ({total} in all)"

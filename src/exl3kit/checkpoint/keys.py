@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exl3kit.checkpoint.jsonfile import is_int
@@ -12,12 +12,20 @@ from exl3kit.errors import CheckpointError
 # Bounds that keep a hostile config from asking for memory by a number.
 MAX_COUNT = 4096  # experts, ranks, layers; the largest known is 512
 MAX_SIZE = 2**31 - 1  # elements of one dimension
+_SHOWN = 8
 
 
 def show(value: object) -> str:
     """`value` for an error message, cut to a length a terminal can take."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def some(names: Sequence[str], total: int | None = None) -> str:
+    """The first few of `names`, and how many there are in all if that is more."""
+    total = len(names) if total is None else total
+    shown = ", ".join(names[:_SHOWN])
+    return shown if total <= _SHOWN else f"{shown}, ... ({total} in all)"
 
 
 def integer(block: Mapping[str, Any], key: str, where: str, most: int = MAX_COUNT) -> int:

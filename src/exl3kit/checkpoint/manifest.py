@@ -129,19 +129,22 @@ def make_manifest(
     layers = sorted(layer_bits)
     experts = len(layer_bits[layers[0]]) if layers else 0
     if not experts or layers != list(range(layers[0], layers[0] + len(layers))):
-        raise CheckpointError(f"{BLOCK_KEY}: moe_layers must be contiguous, got {layers}")
+        raise CheckpointError(
+            f"{BLOCK_KEY}: moe_layers must be contiguous, got {layers}; in a file of whole experts "
+            "they may have gaps: leave out --tp"
+        )
     if any(len(bits) != experts for bits in layer_bits.values()):
         raise CheckpointError(f"{BLOCK_KEY}: every layer must have {experts} experts")
-    k_values = tuple(sorted({k for bits in layer_bits.values() for k in bits}))
-    for k in k_values:
-        _check_bits(k, "bits")
+    _moe_layers([layers[0], layers[-1]])
+    checked = {layer: tuple(_check_bits(k, "bits") for k in layer_bits[layer]) for layer in layers}
+    k_values = tuple(sorted({k for bits in checked.values() for k in bits}))
     is_mixed = len(k_values) > 1
     return RankSlicedManifest(
-        tp=tp,
+        tp=integer({"tp": tp}, "tp", BLOCK_KEY),
         first_layer=layers[0],
         last_layer=layers[-1],
         experts_per_layer=experts,
-        layer_bits={layer: tuple(layer_bits[layer]) for layer in layers},
+        layer_bits=checked,
         k_values=k_values if is_mixed else (),
         rotation_layout=rotation_layout,
         bits_per_expert=DEFAULT_MAP if is_mixed else None,

@@ -24,7 +24,8 @@ from exl3kit.format.spec import TILE, Codebook, words_per_tile
 from exl3kit.format.tensors import check_marker
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_SHARED_FIELDS = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
+# The vector of length H of each projection: whole on every rank, one a layer in shared_h_v1.
+HIDDEN_FIELDS = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
 RANK_SUFFIX = re.compile(r"\.rank[0-9]+$")  # of the name of one slice, a linear by itself
 _RANKED = re.compile(
     r"(?P<prefix>.+)\.rank(?P<rank>[0-9]+)\.(?P<field>trellis|suh|svh|mcg|mul1)", re.DOTALL
@@ -81,7 +82,7 @@ def expert_rules(
     is_shared = manifest.rotation_layout == SHARED_H
     stem = f"model.layers.{layer}.mlp.experts"
     for rank in range(manifest.tp) if is_shared else ():
-        for proj, field in _SHARED_FIELDS.items():
+        for proj, field in HIDDEN_FIELDS.items():
             rule = TensorRule(torch.float16, (hidden_size,))
             yield f"{stem}.shared_h.{proj}.rank{rank}.{field}", rule
     for expert in range(manifest.experts_per_layer):
@@ -89,7 +90,7 @@ def expert_rules(
         for proj in PROJECTIONS:
             rules = slice_rules(proj, bits, hidden_size, width)
             if is_shared:
-                del rules[_SHARED_FIELDS[proj]]
+                del rules[HIDDEN_FIELDS[proj]]
             for rank in range(manifest.tp):
                 for field, rule in rules.items():
                     yield f"{stem}.{expert}.{proj}.rank{rank}.{field}", rule
@@ -113,7 +114,7 @@ def shared_h_name(prefix: str, field: str) -> str | None:
     """
     stem, _, rank = prefix.rpartition(".")
     match = _EXPERT.fullmatch(stem)
-    if match is None or _SHARED_FIELDS.get(match["proj"]) != field:
+    if match is None or HIDDEN_FIELDS.get(match["proj"]) != field:
         return None
     return f"{match['stem']}.shared_h.{match['proj']}.{rank}.{field}"
 
@@ -178,12 +179,12 @@ def _checked_prefix(prefix: str, field: str, name: str, manifest: RankSlicedMani
             f"with proj one of {', '.join(PROJECTIONS)}"
         )
     is_shared_layout = manifest.rotation_layout == SHARED_H
-    is_shared_field = _SHARED_FIELDS[match["proj"]] == field
+    is_shared_field = HIDDEN_FIELDS[match["proj"]] == field
     if match["expert"] == "shared_h":
         if not (is_shared_layout and is_shared_field):
             raise CheckpointError(
                 f"tensor {name!r}: not allowed with rotation_layout {manifest.rotation_layout!r}; "
-                f"shared_h_v1 shares {_SHARED_FIELDS[match['proj']]} of {match['proj']} only"
+                f"shared_h_v1 shares {HIDDEN_FIELDS[match['proj']]} of {match['proj']} only"
             )
         return f"{match['stem']}.0.{match['proj']}"
     if is_shared_layout and is_shared_field:

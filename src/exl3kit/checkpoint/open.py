@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from exl3kit.checkpoint.atomic import read_errors
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.index import read_index
 from exl3kit.checkpoint.jsonfile import read_json_object
@@ -150,7 +151,8 @@ class Checkpoint:
         CheckpointError name the tensor.
         """
         found = {
-            field: self._field(prefix, field) for field in ("trellis", "suh", "svh", "mcg", "mul1")
+            field: self.exl3_field(prefix, field)
+            for field in ("trellis", "suh", "svh", "mcg", "mul1")
         }
         is_slice = self.manifest is not None and RANK_SUFFIX.search(prefix)
         if is_slice or (self.r7 is not None and is_r7_expert(prefix, self.r7)):
@@ -158,10 +160,14 @@ class Checkpoint:
         trellis, suh, svh = (
             self._required(prefix, field, found[field]) for field in ("trellis", "suh", "svh")
         )
-        bias = self._field(prefix, "bias")
+        bias = self.exl3_field(prefix, "bias")
         return Exl3Tensor(trellis, suh, svh, found["mcg"], found["mul1"], bias, name=prefix)
 
-    def _field(self, prefix: str, field: str) -> torch.Tensor | None:
+    def exl3_field(self, prefix: str, field: str) -> torch.Tensor | None:
+        """One tensor of the EXL3 linear `prefix`, as `svh`, None if it has none.
+
+        Shared and packed vectors are resolved as in `exl3`.
+        """
         shared = self.shared_name(prefix, field)
         if shared is not None:
             return self.tensor(shared) if shared in self.infos else None
@@ -216,10 +222,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected a checkpoint folder, found none")
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: config.json is missing; the checkpoint is not complete")
+    with read_errors(folder):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: expected a checkpoint folder, found none")
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder}: config.json is missing; the checkpoint is not complete"
+            )
     return read_json_object(folder / "config.json")
 
 

@@ -26,7 +26,7 @@ from exl3kit.checkpoint.shard import Entry
 from exl3kit.checkpoint.signs import unpack_signs
 from exl3kit.errors import CheckpointError
 
-_MAX_OPEN = 128  # of the 1024 descriptors a process may have
+_MAX_OPEN = 64  # by each of up to eight threads, of the 1024 descriptors a process may have
 
 
 @dataclass(frozen=True, slots=True)

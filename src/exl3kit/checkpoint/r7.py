@@ -16,7 +16,7 @@ from typing import Any
 
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.jsonfile import is_int
-from exl3kit.checkpoint.keys import MAX_COUNT, show
+from exl3kit.checkpoint.keys import MAX_COUNT, show, some
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.errors import CheckpointError, FormatError
 from exl3kit.format.spec import bits_from_words
@@ -35,7 +35,6 @@ _EXPERT = re.compile(
     r"(?P<expert>[0-9]{1,6})\.(?P<proj>gate_proj|up_proj|down_proj)"
 )
 _REQUIRED = ("bits", "codebook", "k_values", "moe_layers", "schema")
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def check_r7(manifest: R7Manifest, infos: Mapping[str, TensorInfo]) -> None:
         for expert in found:
             wanted |= _own_names(f"{stem}.{expert}")
     if missing := sorted(wanted - infos.keys()):
-        raise CheckpointError(f"{BLOCK_KEY}: {len(missing)} tensors are missing: {_some(missing)}")
+        raise CheckpointError(f"{BLOCK_KEY}: {len(missing)} tensors are missing: {some(missing)}")
     doubled = [
         f"model.layers.{layer}.mlp.experts.{expert}.{proj}.{field}"
         for layer, expert, proj in bits
@@ -143,7 +142,7 @@ def check_r7(manifest: R7Manifest, infos: Mapping[str, TensorInfo]) -> None:
     ]
     if extra := sorted(set(doubled) & infos.keys()):
         raise CheckpointError(
-            f"{BLOCK_KEY}: vectors that the layer shares are also stored by expert: {_some(extra)}"
+            f"{BLOCK_KEY}: vectors that the layer shares are also stored by expert: {some(extra)}"
         )
 
 
@@ -181,7 +180,3 @@ def _k_values(value: Any) -> tuple[int, ...]:
             f"{BLOCK_KEY}: k_values must be a list out of {list(K_VALUES)}, got {show(value)}"
         )
     return tuple(sorted(set(value)))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

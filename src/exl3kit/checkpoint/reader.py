@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from exl3kit.checkpoint.atomic import read_errors
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.errors import CheckpointError
 
@@ -32,18 +33,14 @@ def read_bytes(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
 
 def _read_into(buffer: memoryview, info: TensorInfo, start: int) -> None:
     done = 0
-    try:
-        with info.file.open("rb", buffering=0) as file:
-            file.seek(start)
-            while done < len(buffer):
-                count = file.readinto(buffer[done:])
-                if not count:
-                    break
-                done += count
-    except OSError as err:
-        raise CheckpointError(
-            f"{info.file}: tensor {info.name!r}: cannot read: {err.strerror}"
-        ) from None
+    what = f"{info.file}: tensor {info.name!r}"
+    with read_errors(what), info.file.open("rb", buffering=0) as file:
+        file.seek(start)
+        while done < len(buffer):
+            count = file.readinto(buffer[done:])
+            if not count:
+                break
+            done += count
     if done < len(buffer):
         raise CheckpointError(
             f"{info.file}: truncated: tensor {info.name!r} ends at byte {info.end}, "

@@ -62,6 +62,11 @@ def part_name(number: int) -> str:
     return f"shard-{number:05d}.part"
 
 
+def final_name(number: int, count: int) -> str:
+    """Name of shard `number`, from 1 on, of a checkpoint with `count` of them."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
 def check_entry(name: str, dtype: torch.dtype) -> None:
     """CheckpointError for a name or dtype that safetensors cannot store."""
     if name == "__metadata__":

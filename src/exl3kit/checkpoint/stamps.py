@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from exl3kit.checkpoint.index import weight_files
 from exl3kit.errors import CheckpointError
 
 
@@ -25,7 +26,7 @@ class Stamp:
 def read_stamps(folder: Path) -> dict[str, Stamp]:
     """The stamp of every `*.safetensors` in `folder` that is there, by file name."""
     found = {}
-    for file in folder.glob("*.safetensors"):
+    for file in weight_files(folder):
         with suppress(OSError):  # a link to nowhere, or a file gone since it was listed
             status = file.stat()
             found[file.name] = Stamp(status.st_size, status.st_mtime_ns)

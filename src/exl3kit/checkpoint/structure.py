@@ -52,7 +52,7 @@ def structure_faults(checkpoint: Checkpoint, model: ExpectedModel) -> list[str]:
     manifest = checkpoint.manifest
     if too_many := _too_many(checkpoint, model):
         return [too_many]
-    if manifest is not None and (faults := _contradictions(manifest, model)):
+    if manifest is not None and (faults := contradictions(manifest, model)):
         return faults
     faults = []
     known: set[str] = set()
@@ -77,7 +77,7 @@ def structure_faults(checkpoint: Checkpoint, model: ExpectedModel) -> list[str]:
     return faults + _unexpected(sorted(set(checkpoint.infos) - known), manifest)
 
 
-def _contradictions(manifest: RankSlicedManifest, model: ExpectedModel) -> list[str]:
+def contradictions(manifest: RankSlicedManifest, model: ExpectedModel) -> list[str]:
     """Where manifest and model disagree, so that no expert tensor can be judged."""
     faults: list[str] = []
     if manifest.experts_per_layer != model.num_experts:
@@ -85,7 +85,7 @@ def _contradictions(manifest: RankSlicedManifest, model: ExpectedModel) -> list[
             f"experts: the manifest has {manifest.experts_per_layer} a layer, "
             f"the model has {model.num_experts}"
         )
-    if outside := [layer for layer in manifest.moe_layers if layer not in model.moe_layers]:
+    if outside := sorted({*manifest.moe_layers} - {*model.moe_layers}):
         faults.append(f"moe_layers: layers {outside[:8]} have no routed experts in the model")
     for check, name, width, tp in (
         (check_cut, "hidden_size", model.hidden_size, 1),

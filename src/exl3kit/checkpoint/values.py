@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from exl3kit.checkpoint.atomic import read_errors
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.errors import CheckpointError
 from exl3kit.format.spec import SUPPORTED_BITS, TILE
@@ -74,23 +75,20 @@ def read_facts(
     facts: dict[str, TensorFacts] = {}
     ordered = sorted(infos, key=lambda info: (info.start, info.end))
     buffer = bytearray(_BLOCK_BYTES)
-    try:
-        with path.open("rb", buffering=0) as file:
-            header = file.read(ordered[0].start if ordered else -1)
-            if digest:
-                digest.update(header)
-            for info in ordered:
-                look = _Look(info)
-                for size in look.block_sizes():
-                    block = memoryview(buffer)[:size]
-                    _fill(file.readinto, block, info)
-                    if digest:
-                        digest.update(block)
-                    look.at(block)
-                    count(size)
-                facts[info.name] = look.facts
-    except OSError as err:
-        raise CheckpointError(f"{path}: cannot read: {err.strerror}") from None
+    with read_errors(path), path.open("rb", buffering=0) as file:
+        header = file.read(ordered[0].start if ordered else -1)
+        if digest:
+            digest.update(header)
+        for info in ordered:
+            look = _Look(info)
+            for size in look.block_sizes():
+                block = memoryview(buffer)[:size]
+                _fill(file.readinto, block, info)
+                if digest:
+                    digest.update(block)
+                look.at(block)
+                count(size)
+            facts[info.name] = look.facts
     return FileFacts(digest.hexdigest() if digest else None, facts)
 
 

@@ -8,6 +8,8 @@ Each file is read once, in blocks: memory is a few MB a job and 0.5 KB a tensor.
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +18,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from exl3kit.checkpoint.atomic import read_errors
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.index import scan_folder
-from exl3kit.checkpoint.jsonfile import is_bare_name
+from exl3kit.checkpoint.jsonfile import check_regular, is_bare_name
 from exl3kit.checkpoint.manifest import RankSlicedManifest
 from exl3kit.checkpoint.names import RANK_SUFFIX, check_rank_sliced_marker
 from exl3kit.checkpoint.open import Checkpoint, make_checkpoint, read_config
@@ -33,6 +36,7 @@ from exl3kit.format.spec import Codebook
 from exl3kit.format.tensors import check_marker
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
+_SUM = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")  # `*`: of sha256sum --binary
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,7 @@ def verify_checkpoint(
     if not metadata_faults:
         model = model_of(config)
         faults += structure_faults(checkpoint, model)
-        if checkpoint.manifest is not None:
-            width = model.moe_intermediate_size
-            faults += padding_faults(checkpoint, checkpoint.manifest, width)
+        faults += padding_faults(checkpoint, model.moe_intermediate_size)
     faults += _marker_faults(checkpoint)
     listed, sum_faults = _listed_digests(folder)
     facts, digests, read_faults = _read_all(checkpoint, bool(listed), jobs, progress)
@@ -178,14 +180,18 @@ def _listed_digests(folder: Path) -> tuple[dict[str, str], list[str]]:
     sums = folder / CHECKSUMS_NAME
     listed: dict[str, str] = {}
     faults: list[str] = []
+    if not os.path.lexists(sums):
+        return listed, faults
     try:
-        text = sums.read_text(errors="replace") if sums.is_file() else ""
-    except OSError as err:
-        return {}, [f"{sums}: cannot read: {err.strerror}"]
+        with read_errors(sums):
+            check_regular(sums)
+            text = sums.read_text(errors="replace")
+    except CheckpointError as err:
+        return listed, [str(err)]
     for line in text.splitlines():
-        digest, _, name = line.partition("  ")
-        if is_bare_name(name):
-            listed[name] = digest
+        match = _SUM.fullmatch(line)
+        if match and is_bare_name(match["name"]):
+            listed[match["name"]] = match["digest"].lower()
         else:
             faults.append(f"{sums}: expected '<sha256>  <file>' lines, got {line[:80]!r}")
     return listed, faults

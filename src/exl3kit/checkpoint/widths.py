@@ -22,6 +22,8 @@ def valid_tp(width: int, limit: int = 16) -> tuple[int, ...]:
 
 def check_cut(name: str, width: int, tp: int) -> int:
     """`width` / tp; if that is not a multiple of 128, SliceError with the tp values that work."""
+    if tp < 1:
+        raise SliceError(f"tp: expected at least 1, got {tp}")
     if width % (tp * HADAMARD_BLOCK):
         works = ", ".join(map(str, valid_tp(width))) or f"none, {width} itself is not a multiple"
         raise SliceError(

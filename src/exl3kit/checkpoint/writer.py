@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -26,40 +25,36 @@ from typing import Any, BinaryIO
 
 import torch
 
-from exl3kit.checkpoint.atomic import check_no_contents, disk_errors, sync_path, write_file
+from exl3kit.checkpoint.atomic import (
+    check_no_contents,
+    disk_errors,
+    part_of,
+    read_errors,
+    sync_path,
+    write_file,
+)
 from exl3kit.checkpoint.index import INDEX_NAME
-from exl3kit.checkpoint.jsonfile import is_bare_name
+from exl3kit.checkpoint.jsonfile import is_bare_name, json_bytes
 from exl3kit.checkpoint.pieces import PlannedTensor
 from exl3kit.checkpoint.shard import (
     AnyEntry,
     Entry,
     check_entry,
+    final_name,
     header_bytes,
     in_file_order,
     part_name,
 )
+from exl3kit.checkpoint.side_files import side_files
 from exl3kit.checkpoint.stream import Progress, ShardStream
 from exl3kit.errors import CheckpointError
 
 DEFAULT_SHARD_BYTES = 4 * 2**30
 CHECKSUMS_NAME = "SHA256SUMS"
 UNFINISHED_NAME = ".exl3kit-unfinished"
+_OWN = (INDEX_NAME, CHECKSUMS_NAME, "config.json")
 _SPOOL_NAME = "spool.part"
 _COPY_BYTES = 8 * 2**20
-
-# What makes a model usable beside its weights; weights, indexes and the config are the writer's.
-SIDE_PATTERNS = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "*preprocessor_config.json",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +130,24 @@ class CheckpointWriter:
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file beside the weights, e.g. the bitrate map a config refers to."""
         self._check_open()
-        if not is_bare_name(name):
-            raise CheckpointError(f"{name!r}: expected a bare file name")
-        self._write_digested(name, (json.dumps(value, indent=2) + "\n").encode())
+        self._check_side_name(name)
+        self._write_digested(name, json_bytes(value))
 
     def copy_file(self, file: Path) -> None:
         """Copy a small file beside the weights, with its bytes and its name."""
         self._check_open()
-        try:
+        self._check_side_name(file.name)
+        with read_errors(file):
             data = file.read_bytes()
-        except OSError as err:
-            raise CheckpointError(f"{file}: cannot read: {err.strerror}") from None
         self._write_digested(file.name, data)
 
     def copy_side_files(self, source: Path) -> list[str]:
         """Copy tokenizer, chat template, generation config and licences; returns their names."""
-        found = {file.name for pattern in SIDE_PATTERNS for file in Path(source).glob(pattern)}
-        names = sorted(name for name in found if (Path(source) / name).is_file())
-        for name in names:
-            self.copy_file(Path(source) / name)
-        return names
+        with read_errors(source):
+            found = side_files(source)
+        for file in found.values():
+            self.copy_file(file)
+        return list(found)
 
     def finish(self, config: dict[str, Any]) -> Path:
         """Name the shards, write index, checksums and then config.json; returns the folder."""
@@ -168,8 +161,8 @@ class CheckpointWriter:
                 weight_map = self._rename_shards()
                 metadata = {"total_size": self._total_bytes}
                 index = {"metadata": metadata, "weight_map": weight_map}
-                self._write_digested(INDEX_NAME, _json_bytes(index))
-                config_bytes = _json_bytes(config)
+                self._write_digested(INDEX_NAME, json_bytes(index))
+                config_bytes = json_bytes(config)
                 self._digests["config.json"] = hashlib.sha256(config_bytes).hexdigest()
                 sums = "".join(f"{self._digests[n]}  {n}\n" for n in sorted(self._digests))
                 write_file(self.path / CHECKSUMS_NAME, sums.encode())
@@ -178,7 +171,8 @@ class CheckpointWriter:
             self.abort()
             raise
         self._is_open = False
-        (self.path / UNFINISHED_NAME).unlink(missing_ok=True)
+        with disk_errors(self.path):
+            (self.path / UNFINISHED_NAME).unlink(missing_ok=True)
         self._lock.close()
         return self.path
 
@@ -190,7 +184,8 @@ class CheckpointWriter:
         if self._spool is not None:
             with suppress(OSError):  # closing flushes, which fails again on a full disk
                 self._spool.close()
-        _clear(self.path)
+        with suppress(OSError):  # what stays is marked; the error that led here is the one to tell
+            _clear(self.path)
         self._lock.close()
 
     def __enter__(self) -> CheckpointWriter:
@@ -207,6 +202,13 @@ class CheckpointWriter:
     def _check_open(self) -> None:
         if not self._is_open:
             raise CheckpointError(f"{self.path}: this writer has ended; make a new one")
+
+    def _check_side_name(self, name: str) -> None:
+        """CheckpointError for a name that is no name, or is one of those that `finish` writes."""
+        if not is_bare_name(name) or name in _OWN or name.endswith((".part", ".safetensors")):
+            raise CheckpointError(
+                f"{name!r}: expected a bare file name that is not the writer's own"
+            )
 
     def _claim_name(self, name: str, dtype: torch.dtype) -> None:
         if name in self._names:
@@ -257,7 +259,7 @@ class CheckpointWriter:
         weight_map: dict[str, str] = {}
         count = len(self._shards)
         for number, names in enumerate(self._shards, start=1):
-            name, part = f"model-{number:05d}-of-{count:05d}.safetensors", part_name(number)
+            name, part = final_name(number, count), part_name(number)
             (self.path / part).rename(self.path / name)
             self._digests[name] = self._digests.pop(part)
             weight_map |= dict.fromkeys(names, name)
@@ -270,10 +272,6 @@ class CheckpointWriter:
                 marker.write(f"{name}\n")
             write_file(self.path / name, data)
         self._digests[name] = hashlib.sha256(data).hexdigest()
-
-
-def _json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _shards(tensors: Iterable[AnyEntry], most_bytes: int) -> Iterator[list[AnyEntry]]:
@@ -331,10 +329,11 @@ def _locked_marker(path: Path) -> BinaryIO:
 
 def _clear(path: Path) -> None:
     """Remove what an unfinished run wrote and nothing else, so that two runs never mix."""
-    side_files = (path / UNFINISHED_NAME).read_text().splitlines()
-    own = {INDEX_NAME, CHECKSUMS_NAME, "config.json", *filter(is_bare_name, side_files)}
+    listed = (path / UNFINISHED_NAME).read_text(errors="replace").splitlines()
+    own = {*_OWN, _SPOOL_NAME, *filter(is_bare_name, listed)}
+    own |= {part_of(path / name).name for name in own}
     for item in path.iterdir():
-        is_shard = any(item.match(p) for p in ("*.part", "model-?????-of-?????.safetensors"))
+        is_shard = any(map(item.match, ("shard-?????.part", "model-?????-of-?????.safetensors")))
         if is_shard or item.name in own:
             item.unlink()
     (path / UNFINISHED_NAME).unlink()

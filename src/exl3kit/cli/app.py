@@ -1,4 +1,6 @@
-"""The command tree. An `Exl3Error` becomes one red line and exit code 2; --debug shows it whole."""
+"""The command tree. A refusal, or an error of the system such as a folder that must not be read,
+becomes one red line and exit code 2; --debug shows it whole.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,17 @@ class _Group(TyperGroup):
         """Run the command; `ctx` is the context of click or of the copy newer typers carry."""
         try:
             return super().invoke(ctx)
-        except Exl3Error as error:
-            if ctx.params.get("debug"):
+        except (Exl3Error, OSError) as error:
+            if ctx.params.get("debug") or isinstance(error, BrokenPipeError):
                 raise
-            print_error(str(error))
+            print_error(_words(error))
             ctx.exit(2)
+
+
+def _words(error: Exl3Error | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 app = typer.Typer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,6 +27,7 @@ def evaluate(
     ] = None,
     window: Annotated[int, typer.Option(help="Tokens of a window; windows do not overlap.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Draws the resamples of the intervals.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1.")] = "cpu",
     plot: Annotated[
         Path | None, typer.Option(help="PNG of the divergence of the tokens; needs --reference.")
     ] = None,
@@ -35,32 +37,45 @@ def evaluate(
     from exl3kit.evaluate.plot import check_plot
     from exl3kit.quantize.calibration import bundled_text
     from exl3kit.quantize.documents import read_text
+    from exl3kit.runtime.checks import check_device
 
+    check_device(device)
     if plot is not None:
         if reference is None:
             raise UnsupportedError("--plot: expected a --reference to plot the divergence from")
         check_plot(plot)
     content = bundled_text() if text is None else read_text(text)
     if reference is None:
-        found, shown = _alone(checkpoint, content, window, seed)
+        found, shown = _alone(checkpoint, content, window, seed, device)
     else:
-        found, shown = _against(checkpoint, reference, content, window, seed, plot)
+        found, shown = _against(checkpoint, reference, content, window, seed, device, plot)
     if json:
         source = {"checkpoint": str(checkpoint), "text": str(text) if text else "bundled"}
-        print_json({**source, **found})
+        print_json({**source, **_without_infinity(found)})
         return
     name = text or "the bundled calibration text; name one the model was not calibrated on"
     tokens = f"{found['predicted_tokens']} tokens ({found['windows']} windows of {window})"
     out.print(f"{shown}on {tokens} of {name}", markup=False, soft_wrap=True)
 
 
-def _alone(checkpoint: Path, text: str, window: int, seed: int) -> tuple[dict[str, Any], str]:
+def _without_infinity(value: Any) -> Any:
+    """A result as JSON can say it, which has no infinite number: null in its place."""
+    if isinstance(value, dict):
+        return {key: _without_infinity(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinity(inner) for inner in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _alone(
+    checkpoint: Path, text: str, window: int, seed: int, device: str
+) -> tuple[dict[str, Any], str]:
     """The result as JSON, and as words."""
     from exl3kit.checkpoint.open import open_checkpoint
     from exl3kit.evaluate.perplexity import perplexity
 
     with _layers() as progress:
-        result = perplexity(open_checkpoint(checkpoint), text, window, progress, seed)
+        result = perplexity(open_checkpoint(checkpoint), text, window, progress, seed, device)
     words = f"perplexity {result.perplexity:.4f} "
     if result.interval is not None:
         low, high = result.interval
@@ -69,7 +84,13 @@ def _alone(checkpoint: Path, text: str, window: int, seed: int) -> tuple[dict[st
 
 
 def _against(
-    checkpoint: Path, reference: Path, text: str, window: int, seed: int, plot: Path | None
+    checkpoint: Path,
+    reference: Path,
+    text: str,
+    window: int,
+    seed: int,
+    device: str,
+    plot: Path | None,
 ) -> tuple[dict[str, Any], str]:
     from exl3kit.checkpoint.open import open_checkpoint
     from exl3kit.evaluate.compare import compare
@@ -79,7 +100,7 @@ def _against(
 
     pair = open_checkpoint(checkpoint), open_checkpoint(reference)
     with _layers() as progress:
-        metrics = compare(*pair, text, window, progress)
+        metrics = compare(*pair, text, window, progress, device)
     quality = summarize(metrics, seed)
     if plot is not None:
         plot_divergence(metrics.kld, f"{checkpoint} against {reference}", plot)

@@ -54,6 +54,8 @@ def checkpoint_summary(checkpoint: Checkpoint) -> tuple[Subject, dict[str, Any]]
 
 def config_summary(path: Path, bits: int | None, tp: int) -> tuple[Subject, dict[str, Any]]:
     """What a model would take with its experts as EXL3 of `bits`, the rest in BF16."""
+    if path.suffix != ".json":
+        raise CheckpointError(f"{path}: expected a checkpoint folder or a config.json")
     if bits is None or not MIN_BITS <= bits <= MAX_BITS:
         raise CheckpointError(
             f"{path}: a plan from a config alone needs --bits {MIN_BITS} to {MAX_BITS}, "

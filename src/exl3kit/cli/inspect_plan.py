@@ -71,6 +71,8 @@ def _plan(plan: MemoryPlan, deployment: Deployment, options: PlanOptions) -> dic
         "max_num_batched_tokens": deployment.max_num_batched_tokens,
         "weights": plan.weights,
         "weights_bytes": sum(plan.weights.values()),
+        "decode_scratch_bytes": plan.decode_scratch,
+        "prefill_scratch_bytes": plan.prefill_scratch,
         "decode_arena_bytes": plan.decode_arena,
         "prefill_arena_bytes": plan.prefill_arena,
         "arenas": plan.num_arenas,

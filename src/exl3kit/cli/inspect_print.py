@@ -107,10 +107,12 @@ def _plan(plan: dict[str, Any]) -> Table:
         table.add_row(kind, format_bytes(size))
     table.add_row("all weights", format_bytes(plan["weights_bytes"]))
     for name in ("decode", "prefill"):
-        size = plan[f"{name}_arena_bytes"]
-        times = f" x {plan['arenas']} (target, draft)" if plan["arenas"] > 1 else ""
-        if size:
-            table.add_row(f"MoE arena, {name}{times}", format_bytes(size))
+        if size := plan[f"{name}_scratch_bytes"]:
+            table.add_row(f"MoE scratch, {name}", format_bytes(size))
+    times = f" x {plan['arenas']}" if plan["arenas"] > 1 else ""
+    if plan["arenas"]:
+        sizes = (format_bytes(plan[f"{name}_arena_bytes"]) for name in ("decode", "prefill"))
+        table.add_row(f"(other engine's arenas{times})", f"({' + '.join(sizes)})")
     table.add_row("KV cache of a token", format_bytes(plan["kv_bytes_per_token"]))
     if plan["kv_bytes"] is None:
         return table

@@ -77,8 +77,11 @@ def quantize(
         Literal["modelopt"] | None,
         typer.Option(help="With --tp: write this quant_method, for tools that do not know exl3."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1.")] = "cpu",
-    jobs: Annotated[int, typer.Option(help="Experts encoded together.")] = 1,
+    device: Annotated[
+        str,
+        typer.Option(help="Where to compute: cpu, cuda, cuda:1; experts on all of cuda:0,cuda:1."),
+    ] = "cpu",
+    jobs: Annotated[int, typer.Option(help="Experts encoded together on a device.")] = 1,
     spill: Annotated[
         Path | None, typer.Option(help="Folder for activations that do not fit in memory.")
     ] = None,
@@ -118,7 +121,7 @@ def quantize(
         mtp=chosen.mtp,
         shim=shim,
         device=device,
-        at_once=jobs,
+        jobs=jobs,
         spill=spill,
     )
     with _progress() as bar:

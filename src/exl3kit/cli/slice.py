@@ -34,5 +34,6 @@ def slice_(
         f"{report.path}: tp {report.tp}, {report.rotation_layout}, layers {first} to {last}: "
         f"{report.num_slices} slices, {report.num_copied} tensors copied, "
         f"{format_bytes(report.num_bytes)}",
+        markup=False,
         soft_wrap=True,
     )

@@ -13,6 +13,7 @@ import typer
 from exl3kit.cli.console import bytes_progress, format_bytes, out, print_error, print_json
 
 if TYPE_CHECKING:
+    from exl3kit.checkpoint.open import Checkpoint
     from exl3kit.checkpoint.verify import VerifyReport
 
 
@@ -29,13 +30,15 @@ def verify(
 
     Exit code 0: no fault. 1: faults, all of them listed. 2: it cannot be read as a checkpoint.
     """
+    from exl3kit.checkpoint.open import open_checkpoint
     from exl3kit.checkpoint.verify import verify_checkpoint
     from exl3kit.models.registry import model_map
 
+    origin = None if source is None else open_checkpoint(source)  # a wrong path is told of at once
     with _one_torch_thread(), bytes_progress("verifying") as show:
         report = verify_checkpoint(checkpoint, model_map, jobs, show)
-    if source is not None:
-        report = dataclasses.replace(report, faults=report.faults + _proof(report, source, jobs))
+    if origin is not None:
+        report = dataclasses.replace(report, faults=report.faults + _proof(report, origin, jobs))
     if json:
         print_json({**dataclasses.asdict(report), "path": str(report.path), "is_ok": report.is_ok})
     else:
@@ -59,20 +62,20 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _proof(report: VerifyReport, source: Path, jobs: int) -> tuple[str, ...]:
+def _proof(report: VerifyReport, source: Checkpoint, jobs: int) -> tuple[str, ...]:
     """Faults of the comparison with `source`; those found already are shown where there is none."""
     from exl3kit.checkpoint.open import open_checkpoint
     from exl3kit.errors import Exl3Error
     from exl3kit.slicing.prove import source_faults
 
     try:
-        origin, checkpoint = open_checkpoint(source), open_checkpoint(report.path)
+        checkpoint = open_checkpoint(report.path)
         with bytes_progress("comparing with the source") as show:
-            return tuple(source_faults(checkpoint, origin, jobs, show))
+            return tuple(source_faults(checkpoint, source, jobs, show))
     except Exl3Error as err:
         if report.is_ok:
             raise
-        return (f"{report.path}: not compared with {source}: {err}",)
+        return (f"{report.path}: not compared with {source.path}: {err}",)
 
 
 def _print(report: VerifyReport) -> None:

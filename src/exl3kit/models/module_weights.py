@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from exl3kit.checkpoint.modules import dense_weight
@@ -27,20 +28,24 @@ class ModuleWeights(Mapping[str, Tensor]):
 
     `NAME.weight` of a module stored as EXL3, FP8 or row table is decoded, all its slices side by
     side, and given in Hugging Face orientation (out_features, in_features). Everything is fp32 and
-    has the model's sizes: the zeros that fill EXL3 linears up to multiples of 128 are cut off.
-    Iteration lists the stored names.
+    has the model's sizes: the zeros that fill EXL3 linears up to multiples of 128 are cut off, and
+    lies on `device`. Iteration lists the stored names.
     """
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str = "") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str = "", device: torch.device | None = None
+    ) -> None:
+        """`device` None: the CPU, where tensors are decoded in any case."""
         self._checkpoint = checkpoint
         self._prefix = prefix
+        self._device = device
         self._shapes: dict[int | None, dict[str, tuple[int, ...]]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         full = self._prefix + name
         stored = self._stored(full)
         shape = self._shape(full)
-        return stored if shape is None else stored[tuple(map(slice, shape))]
+        return (stored if shape is None else stored[tuple(map(slice, shape))]).to(self._device)
 
     def __iter__(self) -> Iterator[str]:
         names = self._checkpoint.names()

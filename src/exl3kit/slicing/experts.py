@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 
 import torch
 
@@ -27,7 +29,6 @@ from exl3kit.checkpoint.names import (
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.padding import check_padding
 from exl3kit.checkpoint.signs import PACKED, WORD_BITS, is_packed, unpack_signs
-from exl3kit.checkpoint.widths import check_cut
 from exl3kit.errors import CheckpointError
 from exl3kit.format.spec import TILE
 
@@ -46,7 +47,6 @@ class CutSide:
 _COLUMN = {"trellis": CutSide(1, TILE), "svh": CutSide(0, 1)}
 _ROW = {"trellis": CutSide(0, TILE), "suh": CutSide(0, 1)}
 CUT_SIDES = {"gate_proj": _COLUMN, "up_proj": _COLUMN, "down_proj": _ROW}
-HIDDEN_FIELDS = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class ExpertSet:
             stop = min(channels.stop, first + self.slice_width)
             yield rank, range(max(channels.start, first) - first, stop - first)
 
+    @cached_property
     def layer_names(self) -> dict[int, list[str]]:
         """The stored names below each layer's experts."""
         prefixes = {experts_prefix(layer): layer for layer in self.manifest.moe_layers}
@@ -118,7 +119,7 @@ class ExpertSet:
 
     def other_tensors(self) -> list[TensorInfo]:
         """Everything but these experts, in the order of the files."""
-        cut = {name for names in self.layer_names().values() for name in names}
+        cut = {name for names in self.layer_names.values() for name in names}
         infos = [self.checkpoint.info(name) for name in self.checkpoint.names() if name not in cut]
         return sorted(infos, key=lambda info: (info.file, info.start))
 
@@ -128,13 +129,10 @@ class ExpertSet:
         Reads the markers, and the vectors with padding. CheckpointError or FormatError names the
         tensor.
         """
-        check_cut("hidden_size", self.hidden_size, 1)
-        check_cut("moe_intermediate_size", self.width, self.manifest.tp)
-        for layer, names in self.layer_names().items():
-            expected = self._check_layer(layer)
-            if missing := expected - set(names):
-                raise CheckpointError(missing_text(f"layer {layer}", sorted(missing)))
-            if extra := sorted(set(names) - expected):
+        for layer in self.manifest.moe_layers:
+            if missing := sorted(self._check_layer(layer)):
+                raise CheckpointError(missing_text(f"layer {layer}", missing))
+            if extra := self.strays(layer):
                 raise CheckpointError(
                     f"layer {layer}: {len(extra)} tensors that no EXL3 expert has, "
                     f"first {extra[0]!r}"
@@ -142,29 +140,41 @@ class ExpertSet:
             if self.padding:
                 self._check_padding(layer)
 
+    def strays(self, layer: int) -> list[str]:
+        """Stored names below a layer's experts that are no tensor of an EXL3 expert, sorted."""
+        return sorted({*self.layer_names[layer]} - {name for name, _ in self._rules(layer)})
+
     def _check_padding(self, layer: int) -> None:
         last = self.manifest.tp - 1
         for expert in range(self.manifest.experts_per_layer):
             names = [self.name(layer, expert, proj, last, "svh") for proj in PROJECTIONS[:2]]
             check_padding({name: self.tensor(name) for name in names}, self.padding)
 
-    def _check_layer(self, layer: int) -> set[str]:
-        """The names the layer must have; those that are there are checked."""
-        expected: set[str] = set()
+    def _check_layer(self, layer: int) -> list[str]:
+        """Names of the layer that are missing; those that are there are checked."""
+        missing = []
+        for name, rule in self._rules(layer):
+            if not self.checkpoint.has(name):
+                missing.append(name)
+                continue
+            info = self.checkpoint.info(name)
+            check_rule(name, info.dtype, info.shape, _stored_rule(name, rule))
+            if name.endswith(".mcg"):
+                check_rank_sliced_marker(name, self.checkpoint.tensor(name))
+        return missing
+
+    def _rules(self, layer: int) -> Iterator[tuple[str, TensorRule]]:
+        """The names the layer must have, each once, and what each must be."""
+        seen: set[str] = set()
         for expert in range(self.manifest.experts_per_layer):
             bits = self.manifest.bits_of(layer, expert)
             for proj in PROJECTIONS:
                 rules = slice_rules(proj, bits, self.hidden_size, self.slice_width)
-                for rank in range(self.manifest.tp):
-                    for field, rule in rules.items():
-                        name = self.name(layer, expert, proj, rank, field)
-                        if name not in expected and self.checkpoint.has(name):
-                            info = self.checkpoint.info(name)
-                            check_rule(name, info.dtype, info.shape, _stored_rule(name, rule))
-                            if field == "mcg":
-                                check_rank_sliced_marker(name, self.checkpoint.tensor(name))
-                        expected.add(name)
-        return expected
+                for rank, (field, rule) in product(range(self.manifest.tp), rules.items()):
+                    name = self.name(layer, expert, proj, rank, field)
+                    if name not in seen:
+                        seen.add(name)
+                        yield name, rule
 
 
 def experts_prefix(layer: int) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 
 from exl3kit.checkpoint.atomic import check_free_space
 from exl3kit.checkpoint.bits_map import parse_reference
+from exl3kit.checkpoint.fp8 import BLOCK_SIZE_KEY
 from exl3kit.checkpoint.manifest import BLOCK_KEY
 from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.checkpoint.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
-from exl3kit.slicing.plan import SliceOptions, SlicePlan, plan_slice
+from exl3kit.slicing.plan import SHIM, SliceOptions, SlicePlan, plan_slice
 
 SOURCE_QUANTIZATION_KEY = "source_quantization_config"
 
@@ -64,9 +65,11 @@ def slice_checkpoint(
             progress(done, total)
 
     with CheckpointWriter(Path(out), _shard_bytes(total)) as writer:
-        writer.copy(plan.tensors(), count)
-        writer.copy_side_files(plan.source.checkpoint.path)
+        writer.copy_side_files(
+            plan.source.checkpoint.path
+        )  # small: what cannot be read fails first
         _write_map(plan, writer)
+        writer.copy(plan.tensors(), count)
         plan.source.checkpoint.check_unchanged()
         writer.finish(output_config(plan))
     manifest = plan.manifest
@@ -103,13 +106,15 @@ def output_config(plan: SlicePlan) -> dict[str, Any]:
         config["quantization_config"] = _quantization(plan)
         if old := source.get("quantization_config"):
             config.setdefault(SOURCE_QUANTIZATION_KEY, old)
+            if isinstance(old, dict) and BLOCK_SIZE_KEY in old:  # of FP8 linears, which are copied
+                config["quantization_config"][BLOCK_SIZE_KEY] = old[BLOCK_SIZE_KEY]
     return config
 
 
 def _quantization(plan: SlicePlan) -> dict[str, Any]:
-    if plan.options.shim == "modelopt":
+    if plan.options.shim:
         return {
-            "quant_method": "modelopt",
+            "quant_method": SHIM,
             "quant_algo": "NVFP4",
             "exclude_modules": copied_modules(plan),
         }

@@ -20,8 +20,10 @@ import torch
 
 from exl3kit._version import __version__
 from exl3kit.checkpoint.header import TensorInfo
+from exl3kit.checkpoint.jsonfile import is_int
+from exl3kit.checkpoint.keys import MAX_COUNT, show
 from exl3kit.checkpoint.manifest import PER_EXPERT, SHARED_H, RankSlicedManifest
-from exl3kit.checkpoint.names import PROJECTIONS, RANK_SUFFIX, slice_rules
+from exl3kit.checkpoint.names import HIDDEN_FIELDS, PROJECTIONS, RANK_SUFFIX, slice_rules
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.pieces import PlannedTensor, copy_of, joined, unpacked
 from exl3kit.checkpoint.signs import WORD_BITS, is_packed
@@ -29,9 +31,10 @@ from exl3kit.checkpoint.widths import check_cut, stored_cut
 from exl3kit.errors import SliceError
 from exl3kit.models.registry import model_map
 from exl3kit.slicing.axes import rank_range
-from exl3kit.slicing.experts import CUT_SIDES, FIELDS, HIDDEN_FIELDS, ExpertSet
+from exl3kit.slicing.experts import CUT_SIDES, FIELDS, ExpertSet
 from exl3kit.slicing.whole import expert_set
 
+SHIM = "modelopt"
 LAYOUTS = {"per_expert": PER_EXPERT, "shared_h": SHARED_H}
 
 
@@ -129,8 +132,7 @@ def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
     does not allow, nothing to change, vectors that differ. CheckpointError: missing or wrong
     tensors. UnsupportedError: an unknown architecture or dialect.
     """
-    if options.tp < 1:
-        raise SliceError(f"tp: expected at least 1, got {options.tp}")
+    _check_options(options)
     model = model_map(checkpoint.config)
     if model.num_experts:
         check_cut("hidden_size", model.hidden_size, 1)
@@ -145,6 +147,19 @@ def plan_slice(checkpoint: Checkpoint, options: SliceOptions) -> SlicePlan:
     source.check()
     _check_hidden_vectors(source, target.manifest)
     return SlicePlan(options, source, target)
+
+
+def _check_options(options: SliceOptions) -> None:
+    """The values that config.json will carry; the types are not checked for a caller in Python."""
+    if not is_int(options.tp) or not 1 <= options.tp <= MAX_COUNT:
+        raise SliceError(f"tp: expected an integer 1..{MAX_COUNT}, got {show(options.tp)}")
+    for key, value, allowed in (
+        ("layout", options.layout, (None, *LAYOUTS)),
+        ("shim", options.shim, (None, SHIM)),
+    ):
+        if value not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise SliceError(f"{key}: expected one of {listed}, got {show(value)}")
 
 
 def _shape(manifest: RankSlicedManifest) -> tuple[int, str]:

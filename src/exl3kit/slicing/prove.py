@@ -2,8 +2,9 @@
 
 Not by repeating the cut: both files' slices are joined along the cut side and must be the same
 matrix, and each hidden-side vector and marker must be that of the source ranks with the same
-channels. All other tensors must be the same bytes under the same names, and config.json the same
-but for the keys that slicing writes. A job holds one projection of one expert twice.
+channels. All other tensors must be the same bytes under the same names, as must tokenizer and other
+files that go with the weights, and config.json the same but for the keys that slicing writes. A job
+holds one projection of one expert twice.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +21,11 @@ import torch
 from exl3kit.checkpoint.header import TensorInfo
 from exl3kit.checkpoint.keys import show
 from exl3kit.checkpoint.manifest import BLOCK_KEY
-from exl3kit.checkpoint.names import PROJECTIONS
+from exl3kit.checkpoint.names import PROJECTIONS, TensorRule, check_rule
 from exl3kit.checkpoint.open import Checkpoint
 from exl3kit.checkpoint.reader import read_bytes
-from exl3kit.errors import Exl3Error, SliceError
+from exl3kit.checkpoint.side_files import side_files
+from exl3kit.errors import CheckpointError, Exl3Error, SliceError
 from exl3kit.models.registry import model_map
 from exl3kit.slicing.axes import rank_range
 from exl3kit.slicing.experts import CUT_SIDES, FIELDS, CutSide, ExpertSet
@@ -30,6 +34,7 @@ from exl3kit.slicing.whole import expert_set
 
 _WRITTEN_KEYS = {BLOCK_KEY, "quantization_config", SOURCE_QUANTIZATION_KEY}
 _BLOCK_BYTES = 2**23
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Progress = Callable[[int, int], None]  # bytes proved, bytes in all
 _Part = tuple[int, Callable[[], list[str]]]  # bytes of it, and the comparison
@@ -50,6 +55,7 @@ def source_faults(
     if faults := _differences(target, origin):
         return faults
     faults = _config_faults(checkpoint.config, source.config)
+    faults += _file_faults(checkpoint.path, source.path)
     parts = list(_parts(target, origin, faults))
     total, done = sum(size for size, _ in parts), 0
     with ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -94,12 +100,33 @@ def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def _file_faults(ours: Path, theirs: Path) -> list[str]:
+    """Files beside the weights that differ: another tokenizer makes another model of them too."""
+    found, expected = side_files(ours), side_files(theirs)
+    faults = [
+        f"{name}: the source has no file of that name" for name in found if name not in expected
+    ]
+    faults += [f"{name}: the source's file is missing" for name in expected if name not in found]
+    for name in found.keys() & expected:
+        try:
+            if found[name].read_bytes() != expected[name].read_bytes():
+                faults.append(f"{name}: differs from the source's file")
+        except OSError as err:
+            faults.append(f"{name}: cannot compare: {err.filename}: {err.strerror}")
+    return sorted(faults)
+
+
 def _parts(target: ExpertSet, origin: ExpertSet, faults: list[str]) -> Iterator[_Part]:
     """The comparisons to make; names that only one of the files has are faults at once."""
     ours, theirs = ({i.name: i for i in s.other_tensors()} for s in (target, origin))
     extra = sorted(ours.keys() - theirs)
     faults += [f"tensor {name!r}: the source has none of that name" for name in extra]
     faults += [f"tensor {name!r} of the source is missing" for name in sorted(theirs.keys() - ours)]
+    for experts in (target, origin):
+        strays = chain.from_iterable(map(experts.strays, experts.manifest.moe_layers))
+        faults += [
+            f"{experts.checkpoint.path}: tensor {n!r} belongs to no EXL3 expert" for n in strays
+        ]
     for name in sorted(ours.keys() & theirs.keys()):
         yield ours[name].nbytes, partial(_copy_faults, ours[name], theirs[name])
     for layer in target.manifest.moe_layers:
@@ -150,12 +177,7 @@ def _joined_faults(
     target: ExpertSet, origin: ExpertSet, linear: tuple[int, int, str], field: str, side: CutSide
 ) -> list[str]:
     """The slices of all ranks, side by side, are the same in both."""
-    found, expected = (
-        torch.cat(
-            [_tensor(experts, linear, r, field) for r in range(experts.manifest.tp)], side.axis
-        )
-        for experts in (target, origin)
-    )
+    found, expected = (_joined(experts, linear, field, side) for experts in (target, origin))
     if found.dtype == expected.dtype and torch.equal(_bits(found), _bits(expected)):
         return []
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
@@ -166,6 +188,21 @@ def _joined_faults(
     ranks = sorted({int(i) * side.channels // target.slice_width for i in where.unique()})
     names = [target.name(*linear, rank, field) for rank in ranks]
     return [f"tensor {name!r}: is not the cut of the source" for name in names]
+
+
+def _joined(
+    experts: ExpertSet, linear: tuple[int, int, str], field: str, side: CutSide
+) -> torch.Tensor:
+    """The slices of all ranks side by side; CheckpointError names one that is unlike the first."""
+    slices = [_tensor(experts, linear, rank, field) for rank in range(experts.manifest.tp)]
+    first = slices[0]
+    if first.dim() <= side.axis:
+        name = experts.name(*linear, 0, field)
+        raise CheckpointError(f"tensor {name!r}: expected a matrix or vector, got {first.dtype} []")
+    for rank, tensor in enumerate(slices):
+        expected = TensorRule(first.dtype, tuple(first.shape))
+        check_rule(experts.name(*linear, rank, field), tensor.dtype, tuple(tensor.shape), expected)
+    return torch.cat(slices, side.axis)
 
 
 def _whole_faults(
@@ -192,5 +229,5 @@ def _tensor(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats as integers, so that -0 is not 0 and NaN equals itself."""
-    return tensor.view(torch.int16) if tensor.dtype.itemsize == 2 else tensor
+    """Values as integers, so that -0 is not 0 and NaN equals itself."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])

@@ -16,6 +16,7 @@ from exl3kit.checkpoint.manifest import (
 )
 from exl3kit.checkpoint.names import PROJECTIONS
 from exl3kit.checkpoint.open import PLAIN, Checkpoint
+from exl3kit.checkpoint.structure import contradictions
 from exl3kit.checkpoint.widths import padded
 from exl3kit.errors import SliceError
 from exl3kit.format.spec import TILE, Codebook
@@ -28,14 +29,16 @@ def expert_set(checkpoint: Checkpoint, model: ModelMap) -> ExpertSet:
 
     SliceError if there are none, or if they are not the model's or not what a rank can have.
     """
+    if not model.num_experts:
+        raise SliceError(
+            f"{checkpoint.path}: the model has no routed experts, so there is nothing to cut; "
+            "engines cut its linears while they load them"
+        )
     if checkpoint.dialect == PLAIN:
         raise SliceError(f"{checkpoint.path}: expected an EXL3 checkpoint, got a plain one")
     manifest = checkpoint.manifest or whole_manifest(checkpoint, model)
-    if manifest.experts_per_layer != model.num_experts:
-        raise SliceError(
-            f"experts: the manifest has {manifest.experts_per_layer} a layer, "
-            f"the model has {model.num_experts}"
-        )
+    if faults := contradictions(manifest, model):
+        raise SliceError(faults[0])
     width = padded(model.moe_intermediate_size)
     padding = width - model.moe_intermediate_size
     is_whole = checkpoint.manifest is None
@@ -57,7 +60,8 @@ def whole_manifest(checkpoint: Checkpoint, model: ModelMap) -> RankSlicedManifes
     if gaps := sorted({*range(layers[0], layers[-1] + 1)} - {*layers}):
         raise SliceError(
             f"{checkpoint.path}: layers with EXL3 experts must be contiguous, got {layers[0]} to "
-            f"{layers[-1]} without {', '.join(map(str, gaps[:8]))}"
+            f"{layers[-1]} without {', '.join(map(str, gaps[:8]))}; serve the file as it is, "
+            "engines cut whole experts while they load them"
         )
     experts = range(model.num_experts)
     return make_manifest(

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import torch
 
-from exl3kit.checkpoint.manifest import (
-    BLOCK_KEY,
-    PER_EXPERT,
-    SHARED_H,
-    make_manifest,
-)
+from exl3kit.checkpoint.fp8 import SCALE_FIELD
+from exl3kit.checkpoint.manifest import BLOCK_KEY, PER_EXPERT, SHARED_H, make_manifest
+from exl3kit.checkpoint.modules import dense_weight
 from exl3kit.checkpoint.names import shared_h_name
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.checkpoint.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
@@ -97,11 +94,8 @@ def make_rank_sliced(
         for expert in range(model.num_experts)
         for spec in model.expert_linears(layer, expert)
     ]
-    replaced = {f"{spec.name}.weight" for _, _, spec in experts}
     with CheckpointWriter(out, shard_bytes) as writer:
-        for name in plain.names():
-            if name not in replaced:
-                writer.add(name, plain.tensor(name))
+        _copy_others(plain, {spec.name for _, _, spec in experts}, writer)
         for layer, expert, spec in experts:
             slices = _slices(plain, spec, manifest.tp, manifest.bits_of(layer, expert), encode)
             _add_slices(writer, slices, is_first=expert == 0, is_shared=rotation_layout == SHARED_H)
@@ -139,14 +133,11 @@ def make_ordinary(
         if dense_bits is not None:
             specs = (spec for spec in model.linears(layer) if spec.shard != ShardKind.REPLICATED)
             linears |= dict.fromkeys(specs, dense_bits)
-    replaced = {f"{spec.name}.weight" for spec in linears}
     with CheckpointWriter(out, shard_bytes) as writer:
-        for name in plain.names():
-            if name not in replaced:
-                writer.add(name, plain.tensor(name))
+        _copy_others(plain, {spec.name for spec in linears}, writer)
         for spec, rate in linears.items():
             if encode is not None:
-                tensor = encode(plain.tensor(f"{spec.name}.weight").float().T, spec.name)
+                tensor = encode(dense_weight(plain, spec.name).T, spec.name)
             else:
                 seed = zlib.crc32(spec.name.encode())
                 sides = spec.in_features, spec.out_features
@@ -158,6 +149,15 @@ def make_ordinary(
         return writer.finish({**plain.config, "quantization_config": quantization})
 
 
+def _copy_others(plain: Checkpoint, modules: set[str], writer: CheckpointWriter) -> None:
+    """Copy what is no weight of `modules`, nor the block scale of one."""
+    fields = ("weight", SCALE_FIELD)
+    replaced = {f"{module}.{field}" for module in modules for field in fields}
+    for name in plain.names():
+        if name not in replaced:
+            writer.add(name, plain.tensor(name))
+
+
 def _slices(
     plain: Checkpoint, spec: LinearSpec, tp: int, bits: int, encode: Encode | None
 ) -> list[Exl3Tensor]:
@@ -167,7 +167,7 @@ def _slices(
     ranges = [rank_range(spec.name, width, tp, rank) for rank in range(tp)]
     names = [f"{spec.name}.rank{rank}" for rank in range(tp)]
     if encode is not None:
-        weight = plain.tensor(f"{spec.name}.weight").float().T
+        weight = dense_weight(plain, spec.name).T
         parts = [cut_dense(weight, spec.shard, channels).contiguous() for channels in ranges]
         return [encode(part, name) for part, name in zip(parts, names, strict=True)]
     ins = width // tp if is_row else spec.in_features
