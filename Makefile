@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= python3
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test fuzz lint type fmt kernels bench clean
+.PHONY: setup demo test sanitize fuzz lint type fmt kernels bench clean
 
 setup: $(READY)
 
@@ -22,6 +22,12 @@ demo: setup
 
 test: setup
 	$(PY) -m pytest -q
+
+# The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, then their threads under
+# ThreadSanitizer. `make test` runs a part of the first.
+sanitize: setup
+	$(PY) -m tests.kernels.sanitizer address
+	$(PY) -m tests.kernels.sanitizer thread tests/kernels/test_linear.py tests/kernels/test_moe.py -k threads
 
 fuzz: setup
 	$(PY) -m exl3kit.testing.fuzz --inputs 20000 $(if $(SEED),--seed $(SEED))
@@ -43,6 +49,8 @@ kernels: setup
 
 bench: setup
 	$(PY) benchmarks/cpu_kernels.py
+	$(PY) benchmarks/cpu_decode.py
+	$(PY) benchmarks/cpu_prefill.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,7 +147,7 @@ def test_compile_failure_carries_the_compilers_words(tiny: Path) -> None:
 def test_no_compiler_is_none_with_one_warning(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(env.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(log, "_warned", set())
     for _ in range(2):
         cpu.cpu_library.cache_clear()

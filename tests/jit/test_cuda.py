@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -104,11 +105,16 @@ def test_key_follows_everything_the_code_depends_on(
     (folder / "value.cuh").write_text(VALUE + "// changed\n")
     source.closure_digest.cache_clear()
     keys.add(cache.cache_key(SPEC, "sm_90a"))
-    monkeypatch.setattr(toolkit, "nvrtc_version", lambda: "13.1")
+    version = toolkit.nvrtc_version()
+    monkeypatch.setattr(toolkit, "nvrtc_version", lambda: f"{version}1")
     keys.add(cache.cache_key(SPEC, "sm_90a"))
     monkeypatch.setitem(compiler.OPTIONS, "lineinfo", False)
     keys.add(cache.cache_key(SPEC, "sm_90a"))
     assert len(keys) == 6
+
+
+def test_version_tells_patches_of_a_release_apart() -> None:
+    assert toolkit.nvrtc_version() == metadata.version("nvidia-cuda-nvrtc")
 
 
 def test_file_is_named_after_template_and_arguments() -> None:

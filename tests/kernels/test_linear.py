@@ -15,7 +15,7 @@ from exl3kit.runtime.reference import reference_linear
 from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
 from exl3kit.testing.generate import random_exl3
 from tests import golden
-from tests.kernels.cases import TOKENS, random_rows, true_linear
+from tests.kernels.cases import TOKENS, random_rows, shifted, true_linear
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 cached_weights = cache(random_exl3)
@@ -35,6 +35,14 @@ def test_every_rate_and_codebook(bits: int | float, codebook: Codebook, isa: int
     weights = cached_weights(256, 384, bits, codebook)
     x = random_rows(5, 256)
     assert_three_gates(run(x, weights, isa), true_linear(x, weights), "float32")
+
+
+@pytest.mark.parametrize(("bits", "codebook"), golden.COMBINATIONS)
+def test_one_token_at_every_rate(bits: int | float, codebook: Codebook, isa: int) -> None:
+    """Its product is another function on most tiers, which sums in the same order."""
+    weights = cached_weights(256, 384, bits, codebook)
+    x = random_rows(5, 256)
+    assert_bitwise_equal(run(x[3:4], weights, isa), run(x, weights, isa)[3:4])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,16 +75,18 @@ def test_exllamav3_outputs(bits: int | float, codebook: Codebook, isa: int) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_see_its_batch(dtype: str, isa: int) -> None:
-    x = random_rows(145, 256, DTYPES[dtype])
+    """Alone, among few (strips) and many (panels), in a full chunk and in the one after it."""
+    x = random_rows(521, 256, DTYPES[dtype])
     together = run(x, WEIGHTS, isa)
-    for row in (0, 1, 5, 6, 11, 12, 127, 128, 143, 144):
+    for row in (0, 1, 5, 6, 11, 12, 31, 32, 511, 512, 520):
         alone = run(x[row : row + 1], WEIGHTS, isa)
         assert_bitwise_equal(alone, together[row : row + 1], f"row {row}")
-    assert_bitwise_equal(run(x[3:22], WEIGHTS, isa), together[3:22])
+    for part in (slice(3, 22), slice(3, 34), slice(3, 35), slice(7, 152)):
+        assert_bitwise_equal(run(x[part], WEIGHTS, isa), together[part], str(part))
 
 
 def test_threads_do_not_show(isa: int) -> None:
-    x = random_rows(145, 256)
+    x = random_rows(521, 256)  # 3 blocks of columns: 7 threads share a chunk of tokens
     expected = run(x, WEIGHTS, isa)
     for threads in (2, 3, 7):
         assert_bitwise_equal(run(x, WEIGHTS, isa, threads), expected, f"{threads} threads")
@@ -128,3 +138,19 @@ def test_poison_stays_in_its_row(poison: float, dtype: str, isa: int) -> None:
     assert_three_gates(y, reference_linear(x, *parts, dtype=torch.float64), dtype)
     others = [row for row in range(9) if row != 4]
     assert_bitwise_equal(y[others], clean[others])
+
+
+def test_unaligned(isa: int) -> None:
+    """Every tensor starts where its element size allows, on no boundary of a vector."""
+    x = random_rows(40, 256)
+    w = WEIGHTS
+    y = linear(shifted(x), shifted(w.trellis), shifted(w.suh), shifted(w.svh), w.codebook, isa=isa)
+    assert_bitwise_equal(y, run(x, w, isa))
+
+
+def test_many_tokens(isa: int) -> None:
+    """Eight full chunks, shared out between threads."""
+    weights = cached_weights(128, 128, 3, "mcg")
+    x = random_rows(512, 128).repeat(8, 1)
+    y = run(x, weights, isa, threads=3)
+    assert_bitwise_equal(y, run(x[:512], weights, isa).repeat(8, 1))

@@ -41,6 +41,18 @@ used = time.process_time() - before
 assert used < 0.1, f"idle threads used {used} s of 0.5"
 """
 
+# Workers of a server have torch's count lowered: the pool must not start more.
+FOLLOW = """
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(1)
+before = tasks()
+assert torch.equal(run(None), expected) and tasks() == before
+torch.set_num_threads(3)
+assert torch.equal(run(None), expected) and tasks() == before + 2
+"""
+
 # 64 experts of 3 x 1024 x 512 weights at 3 bits: 37.7 MB of trellis. Dense they would take 201 MB
 # in half precision; one decoded expert in float32 is 6.3 MB, more than the 5.7 MB allowed.
 MEMORY = """
@@ -55,11 +67,11 @@ w13, w2 = packed(2, E, H // 16, S // 16, 48), packed(E, S // 16, H // 16, 48)
 ones = [torch.ones(*shape, dtype=torch.half) for shape in ((2, E, H), (2, E, S), (E, S), (E, H))]
 experts = (w13, *ones[:2], w2, *ones[2:])
 trellis_bytes = 2 * (w13.numel() + w2.numel())
+cases = [(random_rows(tokens, H), *random_routing(tokens, 4, E)) for tokens in (1, 64)]
 run(2)
 before = status("VmRSS")
-for tokens in (1, 64):
-    routing = random_routing(tokens, 4, E)
-    moe(random_rows(tokens, H), *routing, *experts, "mcg", threads=2)
+for case in cases:
+    moe(*case, *experts, "mcg", threads=2)
 peak = max(status("VmHWM") - before, status("VmRSS") - before)
 assert status("VmHWM") > before
 assert peak <= 0.15 * trellis_bytes, f"{peak} bytes beside {trellis_bytes} of trellis"
@@ -67,7 +79,9 @@ assert peak <= 0.15 * trellis_bytes, f"{peak} bytes beside {trellis_bytes} of tr
 
 
 @pytest.mark.parametrize(
-    "body", [FORK, IDLE, MEMORY], ids=["fork", "idle threads sleep", "memory beside the trellis"]
+    "body",
+    [FORK, IDLE, FOLLOW, MEMORY],
+    ids=["fork", "idle threads sleep", "as many as torch", "memory beside the trellis"],
 )
 def test_process(body: str) -> None:
     if cpu_library() is None:

@@ -6,10 +6,9 @@
 // of the 64 column pairs of a strip. At half rates 32 K bits are a whole number of 16-bit groups
 // but not of dwords, which the gather hides.
 //
-// Floor, per weight: K/8 bytes of trellis; 2-4 instructions for the window, 1 (two
-// micro-operations) multiplication, 10 for the value: about 17 / L, of which 8 / L (shifts and
-// multiplication) share one port with AVX-512. Measured on a Xeon with AMX at K = 3, one row, one
-// core: 3.8e9 weights a second with L = 16, 2.8e9 with L = 8, 1.2e9 with SSE2 and L = 4.
+// A vector of mcg values takes 14.9 instructions with L = 8 and 13.4 with L = 16 at K = 3, the
+// product with one row included; docs/benchmarks.md has the count. Measured with L = 8 on one core
+// of an EPYC (Zen 4), one row: 3.7e9 weights a second.
 #pragma once
 
 #include "lanes.h"
@@ -56,19 +55,21 @@ inline U32<L> window(const uint32_t (*columns)[L], int p) {
     return (first << (offset - 16) | load<U32<L>>(columns[q + 1]) >> (48 - offset)) & 0xFFFF;
 }
 
-// fp32 rounded to the 11 significant bits of fp16, to nearest even. No codebook value is subnormal.
+// fp32 rounded to the 11 significant bits of fp16, to nearest even: beside 2^13 times its own power
+// of two the last bit of a value is the one to keep, and both multiplications are exact. Three
+// instructions, where integers take five. No codebook value is subnormal.
 template <int L>
 inline F32<L> round_to_half(F32<L> value) {
-    const U32<L> bits = (U32<L>)value;
-    return (F32<L>)((bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000);
+    const F32<L> power = (F32<L>)((U32<L>)value & 0xFF800000), far = F32<L>{} + 8192.0f;
+    return multiply_add(power, -far, multiply_add(power, far, value));
 }
 
-// The fp16 in the high half of v after the mask and flip of the format, as fp32. The mask leaves
-// the two low exponent bits, so the exponent is 12..15 and rebiasing it to 124..127 is part of the
-// flip.
+// A signed fp16 13 bits up in a lane, after the mask and flip of the format, as fp32. The mask
+// leaves the two low exponent bits, so the exponent is 12..15 and rebiasing it to 124..127 is part
+// of the flip.
 template <int L>
-inline F32<L> masked_half(U32<L> v) {
-    return (F32<L>)(((U32<L>)((I32<L>)v >> 3) & 0x81FFE000) ^ 0x3F6C0000);
+inline F32<L> masked_half(U32<L> shifted) {
+    return (F32<L>)((shifted & 0x81FFE000) ^ 0x3F6C0000);
 }
 
 template <int CODEBOOK, int L>
@@ -80,7 +81,8 @@ inline F32<L> value_of(U32<L> state) {
         return round_to_half<L>(biased * 0.00676727294921875f + -10.3828125f);
     } else {
         const U32<L> hash = CODEBOOK == kMcg ? state * 0xCBAC1FED : state * 89226354u + 64248484u;
-        return round_to_half<L>(masked_half<L>(hash << 16) + masked_half<L>(hash));
+        return round_to_half<L>(masked_half<L>(low_half_up_13<L>(hash)) +
+                                masked_half<L>((U32<L>)((I32<L>)hash >> 3)));
     }
 }
 
@@ -96,6 +98,42 @@ void decode_columns(const uint16_t* tiles, float* out) {
     }
 }
 
+// sums (128) += x (16) times one row of eight tiles, each value multiplied as soon as it is
+// decoded: for one token, where the decoder's arithmetic hides the latency of two sums.
+// The order of a sum is that of `accumulate` on a decoded strip.
+template <int BITS2, int CODEBOOK, int L>
+void multiply_columns(const uint16_t* tiles, const float* x, float* sums) {
+    constexpr int lane_groups = kBlockTiles * 8 / L;
+    alignas(64) uint32_t columns[lane_groups][column_dwords(BITS2)][L];
+    gather_columns<BITS2, L>(tiles, columns);
+    for (int group = 0; group < lane_groups; ++group, sums += 2 * L) {
+        F32<L> sum[2] = {load<F32<L>>(sums), load<F32<L>>(sums + L)};
+#pragma GCC unroll 32
+        for (int p = 0; p < 32; ++p) {
+            const F32<L> value = value_of<CODEBOOK, L>(window<BITS2, L>(columns[group], p));
+            const F32<L> input = broadcast<L>(x + p / 8 * 4 + p % 4);
+            sum[p / 4 % 2] = multiply_add(input, value, sum[p / 4 % 2]);
+        }
+        store(sums, sum[0]);
+        store(sums + L, sum[1]);
+    }
+}
+
+// The strip decoder of a tier with L lanes, and the product of one token that needs no strip.
+template <int L>
+struct ColumnDecoder {
+    template <int BITS2, int CODEBOOK>
+    static constexpr auto at() {
+        return decode_columns<BITS2, CODEBOOK, L>;
+    }
+    struct Single {
+        template <int BITS2, int CODEBOOK>
+        static constexpr auto at() {
+            return multiply_columns<BITS2, CODEBOOK, L>;
+        }
+    };
+};
+
 // How decode_columns lays out a strip, and how the product walks it.
 template <int LANES>
 struct ColumnLayout {
@@ -103,7 +141,7 @@ struct ColumnLayout {
     static constexpr int kUnits = kBlock / (2 * L);   // groups of columns that accumulate together
     static constexpr int kVectors = 2;                // of a unit: columns c < 8, columns c >= 8
     static constexpr int kSteps = 16, kStepRows = 1;  // a step takes one row of x
-    static F32<L> broadcast(const float* x) { return F32<L>{} + *x; }
+    static F32<L> broadcast(const float* x) { return exl3::broadcast<L>(x); }
     static constexpr int offset(int unit, int step, int vector) {
         return ((unit * 4 + step / 4) * 8 + vector * 4 + step % 4) * L;
     }

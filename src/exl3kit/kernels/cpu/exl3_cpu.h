@@ -42,15 +42,17 @@ struct MoeArgs {
     const float* topk_weights;    // (tokens, top_k)
     const void* topk_ids;         // (tokens, top_k) int32, or int64 when wide_ids
     const int32_t* expert_map;    // (map_size) model id -> local id or -1, or null
+    const int64_t* matrices;      // (3, experts, 2) starts of gate, up and down in their trellis and
+                                  // twice the bits, or null: all of bits2_13 and bits2_2
     const uint16_t* w13_trellis;  // (2, experts, hidden/16, inner/16, 8 * bits2_13), gate then up
-    const uint16_t* w13_suh;      // (2, experts, hidden)
+    const uint16_t* w13_suh;      // (2, suh_rows, hidden), expert e has row e % suh_rows
     const uint16_t* w13_svh;      // (2, experts, inner)
     const uint16_t* w2_trellis;   // (experts, inner/16, hidden/16, 8 * bits2_2)
     const uint16_t* w2_suh;       // (experts, inner)
-    const uint16_t* w2_svh;       // (experts, hidden)
+    const uint16_t* w2_svh;       // (svh_rows, hidden), expert e has row e % svh_rows
     float* workspace;             // exl3_moe_workspace floats, 64-byte aligned, contents ignored
     int64_t dtype, tokens, top_k, wide_ids, map_size, experts, hidden, inner;
-    int64_t bits2_13, bits2_2, codebook, isa, threads;
+    int64_t suh_rows, svh_rows, bits2_13, bits2_2, codebook, isa, threads;
 };
 
 }  // namespace exl3

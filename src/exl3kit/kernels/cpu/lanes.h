@@ -39,6 +39,18 @@ inline void store(T* to, V value) {
     std::memcpy(to, &value, sizeof value);
 }
 
+// *from in every lane; {} + *from would be an addition before the instruction that does it.
+template <int L>
+inline F32<L> broadcast(const float* from) {
+#if defined(__AVX512F__)
+    if constexpr (L == 16) return (F32<L>)_mm512_set1_ps(*from);
+#endif
+#if defined(__AVX2__)
+    if constexpr (L == 8) return (F32<L>)_mm256_broadcast_ss(from);
+#endif
+    return F32<L>{} + *from;
+}
+
 // a * b + c: one rounding where the tier has the instruction, two where it has not.
 template <class V>
 inline V multiply_add(V a, V b, V c) {
@@ -68,6 +80,16 @@ inline U32<L> byte_sum(U32<L> v) {
 #endif
     const U32<L> pairs = (v & 0x00FF00FF) + (v >> 8 & 0x00FF00FF);
     return (pairs & 0xFFFF) + (pairs >> 16);
+}
+
+// The signed low 16 bits of every lane, times 2^13.
+template <int L>
+inline U32<L> low_half_up_13(U32<L> v) {
+#if defined(__AVX2__)
+    if constexpr (L == 8)
+        return (U32<L>)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi32(1 << 13));
+#endif
+    return (U32<L>)((I32<L>)(v << 16) >> 3);
 }
 
 }  // namespace

@@ -18,40 +18,59 @@ int64_t worker_floats(int64_t rows) {
     return product_scratch(rows) + 2 * token_chunk(rows) * kBlock;
 }
 
+struct Matrix {
+    const uint16_t* tiles;
+    int64_t bits2;
+};
+
 struct Moe {
     const MoeArgs& a;
     const Tier& tier;
     const Routes& routes;
-    float* rotated[2];  // (rows, hidden) inputs of gate and of up; the first is reused by `outputs`
-    float* hidden;      // (rows, inner) inputs of down
+    float* rotated[2];  // (hidden/128, rows, 128) inputs of gate and of up; the first is reused by
+                        // `outputs`
+    float* hidden;      // (inner/128, rows, 128) inputs of down
     float* outputs;     // (rows, hidden) un-weighted outputs of down
     float* scratch;
 
     int64_t rows() const { return a.tokens * a.top_k; }
     float* scratch_of(int worker) const { return scratch + worker * worker_floats(rows()); }
 
+    // Gate (0), up (1) or down (2) of an expert.
+    Matrix matrix_of(int64_t number, int64_t expert) const {
+        const uint16_t* trellis = number == 2 ? a.w2_trellis : a.w13_trellis;
+        if (a.matrices != nullptr) {
+            const int64_t* entry = a.matrices + 2 * (number * a.experts + expert);
+            return {trellis + entry[0], entry[1]};
+        }
+        const int64_t bits2 = number == 2 ? a.bits2_2 : a.bits2_13;
+        const int64_t words = a.hidden / kTile * (a.inner / kTile) * 8 * bits2;
+        return {trellis + (number % 2 * a.experts + expert) * words, bits2};
+    }
+
     void rotate(int64_t row) const {
         const int64_t width = a.dtype == kFloat32 ? 4 : 2, token = routes.order[row] / a.top_k;
         const char* x = static_cast<const char*>(a.x) + token * a.hidden * width;
         for (int64_t side = 0; side < 2; ++side) {
-            const int64_t matrix = side * a.experts + routes.experts[row];
-            tier.rotate(x, a.dtype, a.w13_suh + matrix * a.hidden, a.hidden,
-                        rotated[side] + row * a.hidden);
+            const int64_t vector = side * a.suh_rows + routes.experts[row] % a.suh_rows;
+            tier.rotate(x, a.dtype, a.w13_suh + vector * a.hidden, a.hidden,
+                        rotated[side] + row * kBlock, rows() * kBlock);
         }
     }
 
     // One block of 128 columns of gate or up for the rows of a chunk, back in the original basis.
     void gate_or_up(int64_t side, const RouteChunk& chunk, int64_t block, float* product,
                     float* y) const {
-        const int64_t matrix = side * a.experts + chunk.expert, tile_words = 8 * a.bits2_13;
-        const int64_t row_words = a.inner / kTile * tile_words;
-        const uint16_t* trellis = a.w13_trellis + matrix * (a.hidden / kTile) * row_words +
-                                  block * kBlockTiles * tile_words;
-        tier.product({trellis, row_words, a.hidden, a.bits2_13, a.codebook,
-                      rotated[side] + chunk.first * a.hidden, chunk.count, product},
-                     y);
+        const Matrix matrix = matrix_of(side, chunk.expert);
+        const int64_t tile_words = 8 * matrix.bits2, row_words = a.inner / kTile * tile_words;
+        multiply(tier,
+                 {matrix.tiles + block * kBlockTiles * tile_words, row_words, a.hidden,
+                  matrix.bits2, a.codebook, rotated[side] + chunk.first * kBlock, rows() * kBlock,
+                  chunk.count, product},
+                 y);
         alignas(64) float scale[kBlock];
-        tier.load(a.w13_svh + matrix * a.inner + block * kBlock, kFloat16, kBlock, scale);
+        tier.load(a.w13_svh + (side * a.experts + chunk.expert) * a.inner + block * kBlock,
+                  kFloat16, kBlock, scale);
         for (int64_t row = 0; row < chunk.count; ++row, y += kBlock) {
             tier.hadamard(y);
             for (int i = 0; i < kBlock; ++i) y[i] *= scale[i];
@@ -68,19 +87,21 @@ struct Moe {
         const uint16_t* suh = a.w2_suh + chunk.expert * a.inner + block * kBlock;
         for (int64_t row = 0; row < chunk.count; ++row)
             tier.rotate(gate + row * kBlock, kFloat32, suh, kBlock,
-                        hidden + (chunk.first + row) * a.inner + block * kBlock);
+                        hidden + (block * rows() + chunk.first + row) * kBlock, 0);
     }
 
     void down(const RouteChunk& chunk, int64_t block, float* product) const {
-        const int64_t tile_words = 8 * a.bits2_2, row_words = a.hidden / kTile * tile_words;
+        const Matrix matrix = matrix_of(2, chunk.expert);
+        const int64_t tile_words = 8 * matrix.bits2, row_words = a.hidden / kTile * tile_words;
         float* y = product + product_scratch(rows());
-        const uint16_t* trellis = a.w2_trellis + chunk.expert * (a.inner / kTile) * row_words +
-                                  block * kBlockTiles * tile_words;
-        tier.product({trellis, row_words, a.inner, a.bits2_2, a.codebook,
-                      hidden + chunk.first * a.inner, chunk.count, product},
-                     y);
+        multiply(tier,
+                 {matrix.tiles + block * kBlockTiles * tile_words, row_words, a.inner,
+                  matrix.bits2, a.codebook, hidden + chunk.first * kBlock, rows() * kBlock,
+                  chunk.count, product},
+                 y);
         alignas(64) float scale[kBlock];
-        tier.load(a.w2_svh + chunk.expert * a.hidden + block * kBlock, kFloat16, kBlock, scale);
+        tier.load(a.w2_svh + chunk.expert % a.svh_rows * a.hidden + block * kBlock, kFloat16, kBlock,
+                  scale);
         for (int64_t row = 0; row < chunk.count; ++row, y += kBlock) {
             tier.hadamard(y);
             float* out = outputs + (chunk.first + row) * a.hidden + block * kBlock;

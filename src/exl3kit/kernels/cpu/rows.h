@@ -99,17 +99,18 @@ void hadamard_block(float* block) {
     for (int i = 0; i < kBlock; ++i) block[i] *= 0.08838834764831845f;  // 1 / sqrt(128)
 }
 
-void rotate_row(const void* x, int64_t dtype, const uint16_t* suh, int64_t k, float* out) {
+void rotate_row(const void* x, int64_t dtype, const uint16_t* suh, int64_t k, float* out,
+                int64_t out_block) {
     const int64_t width = dtype == kFloat32 ? 4 : 2;
     alignas(64) float block[kBlock], scale[kBlock];
-    for (int64_t start = 0; start < k; start += kBlock) {
+    for (int64_t start = 0; start < k; start += kBlock, out += out_block) {
         load_row(static_cast<const char*>(x) + start * width, dtype, kBlock, block);
         load_row(suh + start, kFloat16, kBlock, scale);
         for (int i = 0; i < kBlock; ++i) block[i] *= scale[i];
         hadamard_block(block);
         for (int i = 0; i < kBlock; ++i) {
             const int l = i >> 2 & 3, w = i & 3;
-            out[start + i] = block[(i & ~15) + 2 * l + (w & 1) + 8 * (w >> 1)];
+            out[i] = block[(i & ~15) + 2 * l + (w & 1) + 8 * (w >> 1)];
         }
     }
 }

@@ -1,18 +1,8 @@
 #include "column_decode.h"
-#include "tile_product.h"
+#include "panel_product.h"
 
 namespace exl3 {
-namespace {
 
-struct Decoder {
-    template <int BITS2, int CODEBOOK>
-    static constexpr Decode at() {
-        return decode_columns<BITS2, CODEBOOK, 16>;
-    }
-};
-
-}  // namespace
-
-const Tier kTierAvx512 = make_tier<ColumnLayout<16>, Decoder, 12>();
+const Tier kTierAvx512 = make_tier<ColumnLayout<16>, ColumnDecoder<16>, 12>();
 
 }  // namespace exl3

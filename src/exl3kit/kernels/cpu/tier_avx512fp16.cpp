@@ -12,7 +12,7 @@
 #include <immintrin.h>
 
 #include "column_decode.h"
-#include "tile_product.h"
+#include "panel_product.h"
 
 namespace exl3 {
 namespace {

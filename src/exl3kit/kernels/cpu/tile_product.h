@@ -6,6 +6,8 @@
 // are bit-equal to single rows.
 #pragma once
 
+#include <type_traits>
+
 #include "lanes.h"
 #include "rows.h"
 
@@ -14,9 +16,10 @@ namespace {
 
 using Decode = void (*)(const uint16_t* tiles, float* out);
 
-// DECODER::at<BITS2, CODEBOOK>() is the strip decoder of one rate and codebook.
+// DECODER::at<BITS2, CODEBOOK>() is the strip decoder of one rate and codebook. DECODER::Single,
+// where a tier has it, does the same for its product of one token.
 template <class DECODER, int CODEBOOK>
-Decode decoder_of_whole_rate(int64_t bits2) {
+auto decoder_of_whole_rate(int64_t bits2) {
     switch (bits2) {
         case 2: return DECODER::template at<2, CODEBOOK>();
         case 4: return DECODER::template at<4, CODEBOOK>();
@@ -30,7 +33,7 @@ Decode decoder_of_whole_rate(int64_t bits2) {
 }
 
 template <class DECODER>
-Decode decoder_of(int64_t bits2, int64_t codebook) {
+auto decoder_of(int64_t bits2, int64_t codebook) {
     if (codebook == kThreeInst) return decoder_of_whole_rate<DECODER, kThreeInst>(bits2);
     if (codebook == kMcg) return decoder_of_whole_rate<DECODER, kMcg>(bits2);
     switch (bits2) {
@@ -92,8 +95,35 @@ void multiply(const float* strip, const float* x, int64_t x_stride, int64_t toke
                                      accumulators + token * width);
 }
 
+// Rows of tiles are a page or more apart, where the hardware does not look ahead.
+inline void prefetch_row(const uint16_t* tiles, int64_t row_bytes) {
+    const char* bytes = reinterpret_cast<const char*>(tiles);
+    for (int64_t line = 0; line < row_bytes; line += 64) __builtin_prefetch(bytes + line);
+}
+
+template <class DECODER, class = void>
+constexpr bool kHasSingle = false;
+template <class DECODER>
+constexpr bool kHasSingle<DECODER, std::void_t<typename DECODER::Single>> = true;
+
+// The product of one token, on a tier that multiplies values as it decodes them.
+template <class LAYOUT, class DECODER>
+void single_product(const Product& p, float* y) {
+    const auto multiply_row = decoder_of<typename DECODER::Single>(p.bits2, p.codebook);
+    const uint16_t* tiles = p.trellis;
+    alignas(64) float sums[kBlock] = {};
+    for (int64_t tile = 0; tile < p.k / kTile; ++tile, tiles += p.row_words) {
+        prefetch_row(tiles + 2 * kStripRows * p.row_words, kBlockTiles * 16 * p.bits2);
+        const float* x = p.x + tile / kBlockTiles * p.x_block + tile % kBlockTiles * kTile;
+        multiply_row(tiles, x, sums);
+    }
+    LAYOUT::finish(sums, y);
+}
+
 template <class LAYOUT, class DECODER, int TOKENS>
 void product(const Product& p, float* y) {
+    if constexpr (kHasSingle<DECODER>)
+        if (p.tokens == 1) return single_product<LAYOUT, DECODER>(p, y);
     constexpr int64_t width = LAYOUT::kUnits * LAYOUT::kVectors * LAYOUT::L;
     const Decode decode = decoder_of<DECODER>(p.bits2, p.codebook);
     const int64_t k_tiles = p.k / kTile, row_bytes = kBlockTiles * 16 * p.bits2;
@@ -103,12 +133,11 @@ void product(const Product& p, float* y) {
     for (int64_t tile = 0; tile < k_tiles; tile += kStripRows) {
         for (int64_t row = 0; row < kStripRows; ++row) {
             const uint16_t* tiles = p.trellis + (tile + row) * p.row_words;
-            // Rows of tiles are a page or more apart, where the hardware does not look ahead.
-            const char* ahead = reinterpret_cast<const char*>(tiles + 2 * kStripRows * p.row_words);
-            for (int64_t line = 0; line < row_bytes; line += 64) __builtin_prefetch(ahead + line);
+            prefetch_row(tiles + 2 * kStripRows * p.row_words, row_bytes);
             decode(tiles, strip + row * kBlockTiles * kTileWeights);
         }
-        multiply<LAYOUT, TOKENS>(strip, p.x + tile * kTile, p.k, p.tokens, accumulators);
+        const float* x = p.x + tile / kBlockTiles * p.x_block + tile % kBlockTiles * kTile;
+        multiply<LAYOUT, TOKENS>(strip, x, kBlock, p.tokens, accumulators);
     }
     for (int64_t token = 0; token < p.tokens; ++token)
         LAYOUT::finish(accumulators + token * width, y + token * kBlock);
@@ -119,16 +148,6 @@ void decode_to_stream(const uint16_t* tiles, int64_t bits2, int64_t codebook, fl
     alignas(64) float strip[kBlockTiles * kTileWeights];
     decoder_of<DECODER>(bits2, codebook)(tiles, strip);
     for (int i = 0; i < kBlockTiles * kTileWeights; ++i) values[LAYOUT::stream_index(i)] = strip[i];
-}
-
-template <class LAYOUT, class DECODER, int TOKENS>
-constexpr Tier make_tier() {
-    return Tier{product<LAYOUT, DECODER, TOKENS>,
-                decode_to_stream<LAYOUT, DECODER>,
-                rotate_row,
-                hadamard_block,
-                load_row,
-                store_row};
 }
 
 }  // namespace
