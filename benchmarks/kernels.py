@@ -1,11 +1,12 @@
-"""CUDA decode kernels: one linear and routed experts, against cuBLAS bf16 and a copy, in one run.
+"""CUDA decode kernels: one linear and routed experts, against exllamav3, cuBLAS bf16 and a copy.
 
     python benchmarks/kernels.py [--out benchmarks/results]
 
 Every case is checked against float64 before it is timed. Times are GPU time of whole calls,
 rotations included: a CUDA graph walks over inputs that together exceed the second-level cache
-several times, the median of the replays counts. Writes kernels.json, kernels.md and, with
-matplotlib, kernels.png.
+several times, the median of the replays counts. exllamav3, where installed, runs in the same
+process on the same tensors; its experts cannot be captured, so the times of their kernels are added
+up, in its favour. Writes kernels.json, kernels.md and, with matplotlib, kernels.png.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import peer
 import torch
 
 from exl3kit.kernels import cuda_moe, gemm
@@ -35,6 +37,8 @@ RATES = (("mcg", 3), ("mul1", 3), ("3inst", 3), ("mcg", 2), ("mcg", 4), ("mcg", 
 # GLM-5.2 on one of four ranks: hidden size, slice of an expert, experts, routes of a token.
 HIDDEN, INNER, EXPERTS, TOP_K = 6144, 512, 256, 8
 MOE_TOKENS = (1, 2, 4, 8, 16, 32)
+# Weights a us at 3 bits of decoding and multiplying in registers alone: docs/cuda-kernels.md.
+CEILINGS = {"mcg": 4.7e6, "mul1": 5.15e6}
 WALK_BYTES = 256 << 20  # what one graph reads, at least; the second-level cache has 50 MiB
 REPLAYS = 15
 
@@ -43,7 +47,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case: `weights` are decoded in a call, `copy_us` moves as many trellis bytes."""
+    """A measured case: `weights` are decoded in a call, `copy_us` moves as many trellis bytes.
+
+    `peer_us` is exllamav3's time, `cublas_us` that of the bf16 product.
+    """
 
     case: str
     codebook: str
@@ -54,14 +61,21 @@ class Row:
     spread_us: float
     copy_us: float
     cublas_us: float | None
+    peer_us: float | None
 
     def cells(self) -> list[str]:
         """The columns of the table."""
-        dense = "" if self.cublas_us is None else f"{self.cublas_us / self.us:.2f}"
+
+        def over(us: float | None) -> str:
+            return "" if us is None else f"{us / self.us:.2f}"
+
+        ceiling = CEILINGS.get(self.codebook) if self.bits == 3 else None
+        peer_us = "" if self.peer_us is None else f"{self.peer_us:.1f}"
         return [
             self.case, self.codebook, f"{self.bits:g}", str(self.tokens), f"{self.us:.1f}",
             f"{self.spread_us:.1f}", f"{self.weights / self.us / 1e6:.2f}",
-            f"{self.copy_us / self.us:.2f}", dense,
+            over(ceiling and self.weights / ceiling), over(self.copy_us), over(self.cublas_us),
+            peer_us, over(self.peer_us),
         ]  # fmt: skip
 
 
@@ -73,8 +87,11 @@ COLUMNS = (
     "us",
     "spread",
     "Tweights/s",
+    "of ceiling",
     "of copy",
     "x cuBLAS",
+    "exllamav3 us",
+    "x exllamav3",
 )
 
 
@@ -148,6 +165,29 @@ def check_linear(
         assert_three_gates(y[:, part], expected, "cuda_float16", f"strip {strip}")
 
 
+def check_peer(found: torch.Tensor, ours: torch.Tensor) -> None:
+    """It computes the same: rounding of both keeps 1 - cosine below 1e-5."""
+    cosine = torch.nn.functional.cosine_similarity(
+        found.double().flatten(), ours.double().flatten(), 0
+    )
+    assert cosine > 1 - 1e-5, f"exllamav3: expected the same product, got cosine {float(cosine)}"
+
+
+def peer_linear_us(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+) -> float | None:
+    """exllamav3's time of the same call, None without it."""
+    if peer.exllamav3() is None:
+        return None
+    modules = [peer.linear(words, suh, svh, codebook) for words in weights]
+    check_peer(modules[0](x), gemm.linear(x, weights[0], suh, svh, codebook))
+    return graph_us([functools.partial(module, x) for module in modules])[0]
+
+
 def bench_linear(codebook: str, bits: float, rate: float, dense: dict[int, float]) -> list[Row]:
     """One matrix size at every number of tokens."""
     shape = (K // 16, N // 16, int(16 * bits))
@@ -160,9 +200,10 @@ def bench_linear(codebook: str, bits: float, rate: float, dense: dict[int, float
         check_linear(x, weights[0], suh, svh, codebook)
         calls = [functools.partial(gemm.linear, x, w, suh, svh, codebook) for w in weights]
         us, spread = graph_us(calls)
-        name = f"linear {K} x {N}"
-        copy = size / rate
-        rows.append(Row(name, codebook, bits, tokens, K * N, us, spread, copy, dense[tokens]))
+        theirs = peer_linear_us(x, weights, suh, svh, codebook) if bits == 3 else None
+        name, copy = f"linear {K} x {N}", size / rate
+        row = Row(name, codebook, bits, tokens, K * N, us, spread, copy, dense[tokens], theirs)
+        rows.append(row)
     return rows
 
 
@@ -179,11 +220,13 @@ def check_moe(x: torch.Tensor, weights: cuda_moe.MoeWeights, codebook: str) -> N
     scores[:, 2:] = 0
     y = cuda_moe.moe(x[:1], scores, ids, weights, codebook).cpu()
     used = ids[0, :2]
-    gate_up = [t.index_select(1, used).cpu() for t in weights[:3]]
-    down = [t.index_select(0, used).cpu() for t in weights[3:]]
+    chosen = cuda_moe.MoeWeights(
+        *(tensor.index_select(1, used).cpu() for tensor in weights[:3]),
+        *(tensor.index_select(0, used).cpu() for tensor in weights[3:6]),
+    )
     local = torch.tensor([[0, 1]])
     expected = reference_moe(
-        x[:1].cpu(), scores[:, :2].cpu(), local, *cuda_moe.MoeWeights(*gate_up, *down), codebook,
+        x[:1].cpu(), scores[:, :2].cpu(), local, *chosen[:6], codebook,
         dtype=torch.float64,
     )  # fmt: skip
     assert_three_gates(y, expected, "cuda_moe_bfloat16", "two experts")
@@ -201,6 +244,7 @@ def bench_moe(codebook: str, bits: int, rate: float) -> list[Row]:
     )
     x = torch.randn(max(MOE_TOKENS), HIDDEN, device="cuda", dtype=torch.bfloat16)
     check_moe(x, weights, codebook)
+    theirs = None if peer.exllamav3() is None else peer.experts(weights, codebook, TOP_K)
     expert = 3 * HIDDEN * INNER
     rows = []
     for tokens in MOE_TOKENS:
@@ -212,7 +256,12 @@ def bench_moe(codebook: str, bits: int, rate: float) -> list[Row]:
         us, spread = graph_us(calls)
         decoded = expert * sum(len(ids.unique()) for _, ids in routed) // len(routed)
         name, copy = f"experts {TOP_K} of {EXPERTS}", decoded * bits / 8 / rate
-        rows.append(Row(name, codebook, bits, tokens, decoded, us, spread, copy, None))
+        peer_us = None
+        if theirs is not None:
+            inputs = [(x[:tokens].half(), scores.half(), ids) for scores, ids in routed]
+            check_peer(theirs(*inputs[0]), calls[0]())
+            peer_us = peer.kernels_us([functools.partial(theirs, *each) for each in inputs])
+        rows.append(Row(name, codebook, bits, tokens, decoded, us, spread, copy, None, peer_us))
     return rows
 
 
@@ -229,8 +278,18 @@ def environment() -> dict[str, str | float]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         "commit": commit,
+        "exllamav3": peer.version(),
         "command": "python " + " ".join(sys.argv),
     }
+
+
+NOTES = (
+    "Whole calls, rotations included; cold second-level cache. `of ceiling`: weights a second over",
+    "those of decoding and multiplying in registers alone (4.7 mcg, 5.15 mul1); `of copy`: time of",
+    "a copy of as many bytes over the call's; `x cuBLAS`: the bf16 product's time over the call's.",
+    "exllamav3: its modules on the same tensors in the same process; experts without router and",
+    "shared expert, the times of their kernels added up without the gaps between them.",
+)
 
 
 def to_markdown(rows: list[Row], about: dict[str, str | float]) -> str:
@@ -241,8 +300,7 @@ def to_markdown(rows: list[Row], about: dict[str, str | float]) -> str:
         "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "",
-        "Whole calls, rotations included; cold second-level cache. `of copy`: time in which a copy",
-        "moves as many bytes over the call's; `x cuBLAS`: the bf16 product's time over the call's.",
+        *NOTES,
         "",
         *(f"| {' | '.join(cells)} |" for cells in table),
     ]
@@ -260,7 +318,14 @@ def plot(rows: list[Row], path: Path) -> None:
         mine = [row for row in rows if row.case.startswith(kind) and row.bits == 3]
         for codebook in dict.fromkeys(row.codebook for row in mine):
             line = [row for row in mine if row.codebook == codebook]
-            axes.plot([r.tokens for r in line], [r.us for r in line], marker="o", label=codebook)
+            (drawn,) = axes.plot(
+                [r.tokens for r in line], [r.us for r in line], marker="o", label=codebook
+            )
+            if all(r.peer_us is not None for r in line):
+                axes.plot(
+                    [r.tokens for r in line], [r.peer_us for r in line], marker="x", ls=":",
+                    color=drawn.get_color(), label=f"{codebook}, exllamav3",
+                )  # fmt: skip
         if kind == "linear":
             line = mine[: len(TOKENS)]
             axes.plot([r.tokens for r in line], [r.cublas_us for r in line], "k--", label="cuBLAS")

@@ -76,7 +76,7 @@ FAILURES: list[tuple[str, str, tuple[str, ...]]] = [
         (
             "integrations/vllm/test_moe.py::test_different_bits_in_different_layers_are_fine",
             "integrations/vllm/test_mixed.py::test_ranks_sum_to_the_decoded_experts",
-            "integrations/vllm/test_moe.py::test_on_a_gpu_gate_and_up_need_the_same_bits",
+            "integrations/vllm/test_mixed.py::test_gate_and_up_of_different_rates",
             "slicing/test_plan.py::test_bad_tensors",
             "slicing/test_sources.py::test_r7_with_rates_that_differ_within_an_expert",
         ),

@@ -10,16 +10,27 @@ import torch
 from exl3kit.errors import FormatError
 from exl3kit.format.spec import Codebook
 from exl3kit.kernels import cuda_moe, gemm
+from exl3kit.runtime.experts import matrix_table
 from exl3kit.runtime.ops import exl3_moe
 from exl3kit.runtime.reference import reference_moe
 from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
 from tests.golden import COMBINATIONS
-from tests.kernels.cases import Experts, Routing, random_experts, random_routing, random_rows
+from tests.kernels.cases import (
+    MIXED_RATES,
+    Experts,
+    Routing,
+    linears_of,
+    mixed_experts,
+    random_experts,
+    random_routing,
+    random_rows,
+    true_sum,
+)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 E, H, S, TOP_K = 5, 256, 128, 3
 EXPERTS = random_experts(E, H, S)
-# Edges of a block (8) and of a launch (32), and odd tails.
+# Edges of a block (8) and of the decode plan (32), and odd tails.
 TOKENS = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 35, 70)
 MAP = torch.tensor([-1, 4, 0, -1, 2, 1, -1, 3], dtype=torch.int32)
 
@@ -113,8 +124,8 @@ def test_routes_of_a_part_of_a_batch(device: torch.device) -> None:
     """Views that start at a row: their addresses are multiples of an element only."""
     x, routing = random_rows(6, H).to(device), routing_on(device, 6)
     weights = weights_on(device)
-    whole = exl3_moe(x, *routing, *weights, "mcg")
-    part = exl3_moe(x[1:], routing.weights[1:], routing.ids[1:], *weights, "mcg")
+    whole = exl3_moe(x, *routing, *weights[:6], "mcg")
+    part = exl3_moe(x[1:], routing.weights[1:], routing.ids[1:], *weights[:6], "mcg")
     assert_bitwise_equal(part, whole[1:])
 
 
@@ -135,9 +146,9 @@ def test_absent_routes_add_exactly_zero(absent: str) -> None:
 
 
 def test_a_row_does_not_see_its_batch() -> None:
-    x, routing = random_rows(70, H, torch.bfloat16), random_routing(70, TOP_K, E)
+    x, routing = random_rows(32, H, torch.bfloat16), random_routing(32, TOP_K, E)
     together = run(x, routing)
-    for row in (0, 1, 7, 31, 32, 69):
+    for row in (0, 1, 7, 31):
         part = slice(row, row + 1)
         alone = run(x[part].clone(), Routing(routing.weights[part], routing.ids[part]))
         assert_bitwise_equal(alone, together[part], f"row {row}")
@@ -153,15 +164,57 @@ def test_poison_stays_in_its_row() -> None:
     assert_bitwise_equal(y[others], clean[others])
 
 
-def test_shared_rotation_equals_expanded(device: torch.device) -> None:
-    """One suh for all experts, and the same vector given for each of them."""
-    shared = EXPERTS.w13_suh[0, 0].contiguous()
-    expanded = EXPERTS._replace(w13_suh=shared.expand(2, E, H).contiguous())
-    x, routing = random_rows(9, H).to(device), routing_on(device, 9)
-    results = [
-        cuda_moe.moe(x, *routing, weights_on(device, experts), "mcg")
-        for experts in (expanded, expanded._replace(w13_suh=shared))
-    ]
+@pytest.mark.parametrize("vectors", [1, 2, 3, 6])
+def test_shared_vectors_equal_expanded(vectors: int) -> None:
+    """Experts that take turns at vectors of the hidden side; gate's are not up's.
+
+    Up to three, the routes of a token, its rotations are shared; six would be more work than a
+    rotation for each route.
+    """
+    experts = random_experts(12, H, S)
+    shared = experts._replace(
+        w13_suh=experts.w13_suh[:, :vectors].contiguous(),
+        w2_svh=experts.w2_svh[:vectors].contiguous(),
+    )
+    expanded = experts._replace(
+        w13_suh=shared.w13_suh.repeat(1, 12 // vectors, 1),
+        w2_svh=shared.w2_svh.repeat(12 // vectors, 1),
+    )
+    for codebook, tokens in (("mcg", 9), ("mul1", 33)):
+        x, routing = random_rows(tokens, H), random_routing(tokens, TOP_K, 12)
+        found = run(x, routing, shared, codebook)
+        assert_bitwise_equal(found, run(x, routing, expanded, codebook), f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("codebook", list(Codebook))
+def test_experts_of_several_rates(codebook: Codebook) -> None:
+    """Gate differs from up too; one launch of each product serves all."""
+    rates = MIXED_RATES
+    if codebook is Codebook.MUL1:
+        rates = (*MIXED_RATES[:3], (1.5, 5, 7), (2.5, 1, 3.5))
+    experts = mixed_experts(rates, H, S, codebook)
+    weights, matrices = Experts(*(t.cuda() for t in experts.weights)), experts.matrices.cuda()
+    linears = linears_of(rates, H, S, codebook)
+    for tokens in (1, 9, 32, 35):
+        x, routing = random_rows(tokens, H), random_routing(tokens, TOP_K, E)
+        on_gpu = x.cuda(), routing.weights.cuda(), routing.ids.cuda()
+        y = exl3_moe(*on_gpu, *weights, codebook, None, matrices).cpu()
+        expected = true_sum(x, routing, linears)
+        assert_three_gates(y, expected, "cuda_moe_float32", f"{tokens} tokens")
+        alone = on_gpu[0][-1:], on_gpu[1][-1:], on_gpu[2][-1:]
+        again = exl3_moe(*alone, *weights, codebook, None, matrices).cpu()
+        assert_bitwise_equal(again, y[-1:])
+
+
+def test_a_table_of_one_rate_changes_nothing(device: torch.device) -> None:
+    x, routing = random_rows(17, H).to(device), routing_on(device, 17)
+    weights = weights_on(device)
+    flat = weights._replace(
+        w13_trellis=weights.w13_trellis.flatten(),
+        w2_trellis=weights.w2_trellis.flatten(),
+        matrices=matrix_table([(3, 3, 4)] * E, H, S).to(device),
+    )
+    results = [cuda_moe.moe(x, *routing, w, "mcg") for w in (weights, flat)]
     assert_bitwise_equal(results[0], results[1])
 
 
@@ -186,12 +239,13 @@ def test_scratch_is_garbage_before_and_bounded(tokens: int, device: torch.device
     assert_bitwise_equal(results[0], results[1])
 
 
-def test_strips_in_turn_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that take all strips of a matrix one after the other, as large batches make them."""
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_few_blocks_change_nothing(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of threads that take many strips of many experts in turn, as in large batches."""
     experts = random_experts(3, 384, 256)
     x, routing = random_rows(9, 384), random_routing(9, 2, 3)
     apart = run(x, routing, experts)
-    monkeypatch.setattr(cuda_moe, "strips_per_block", lambda strips, blocks, wave: strips)
+    monkeypatch.setattr(cuda_moe, "resident_blocks", lambda registers, num_sms: blocks)
     assert_bitwise_equal(run(x, routing, experts), apart)
 
 
@@ -208,24 +262,41 @@ def test_capacity_does_not_show(device: torch.device) -> None:
     assert_bitwise_equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("vectors", [1, E])
+def test_planned_bytes_are_the_bytes_taken(vectors: int, device: torch.device) -> None:
+    """Of the allocator, in one call: the scratch of the plan and the output."""
+    weights = weights_on(device)
+    weights = weights._replace(w13_suh=weights.w13_suh[:, :vectors].contiguous())
+    x, routing = random_rows(8, H).to(device), routing_on(device, 8)
+    cuda_moe.moe(x, *routing, weights, "mcg")
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    y = cuda_moe.moe(x, *routing, weights, "mcg")
+    taken = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
+    shared = vectors if vectors < E else None
+    plan = cuda_moe.plan_moe(8, TOP_K, H, S, gemm.num_multiprocessors(device), shared)
+    assert taken == plan.scratch_bytes + y.nbytes
+
+
 def test_graph_replay_with_other_routes(device: torch.device) -> None:
     weights = weights_on(device)
     x = torch.empty(8, H, dtype=torch.bfloat16, device=device)
     scores = torch.rand(8, TOP_K, device=device)
     ids = torch.zeros(8, TOP_K, dtype=torch.int64, device=device)
-    exl3_moe(x, scores, ids, *weights, "mcg")
+    exl3_moe(x, scores, ids, *weights[:6], "mcg")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = exl3_moe(x, scores, ids, *weights, "mcg")
+        y = exl3_moe(x, scores, ids, *weights[:6], "mcg")
     for seed in range(3):
         random = torch.Generator().manual_seed(seed)
         x.copy_(torch.randn(8, H, generator=random))
         ids.copy_(torch.rand(8, E, generator=random).topk(TOP_K).indices)
         graph.replay()
-        assert_bitwise_equal(y, exl3_moe(x, scores, ids, *weights, "mcg"))
+        assert_bitwise_equal(y, exl3_moe(x, scores, ids, *weights[:6], "mcg"))
 
 
-def test_experts_past_eight_gigabytes(device: torch.device) -> None:
+@pytest.mark.parametrize("has_table", [False, True])
+def test_experts_past_eight_gigabytes(has_table: bool, device: torch.device) -> None:
     """Live weights lie beyond 2^31 words of 32 bits of the slab: offsets of experts are 64-bit."""
     count, bits = 4200, 8  # a MiB each
     experts = random_experts(1, 1024, 1024, bits, bits)
@@ -245,7 +316,11 @@ def test_experts_past_eight_gigabytes(device: torch.device) -> None:
     weights = Experts(tall, vectors[0], vectors[1], down, vectors[2], vectors[3])
     x, scores = random_rows(2, 1024).to(device), torch.ones(2, 1, device=device)
     ids = torch.full((2, 1), count - 1, device=device)
-    y = exl3_moe(x, scores, ids, *weights, "mcg").cpu()
+    table = None
+    if has_table:
+        table = matrix_table([(bits, bits, bits)] * count, 1024, 1024).to(device)
+        weights = weights._replace(w13_trellis=tall.view(-1), w2_trellis=down.view(-1))
+    y = exl3_moe(x, scores, ids, *weights, "mcg", None, table).cpu()
     routing = Routing(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64))
     expected = reference_moe(random_rows(2, 1024), *routing, *experts, "mcg", dtype=torch.float64)
     assert_three_gates(y, expected, "cuda_moe_float32")

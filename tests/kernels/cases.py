@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 
 from exl3kit.format.tensors import Exl3Tensor
+from exl3kit.runtime.experts import Rates, matrix_table
 from exl3kit.testing.generate import random_exl3
 
-# 1 and 2: single rows; 15 to 17: a tile; 33: no multiple of any register block; 128: one chunk of
-# tokens; 144 and 145: a second, partly filled chunk.
-TOKENS = (0, 1, 2, 15, 16, 17, 33, 128, 144, 145)
-MOST_TOKENS = 200
+# 1 and 2: single rows; 15 to 17: a tile; 31 to 33: the first panels, no multiple of any register
+# block; 512: one chunk of tokens; 521: a second, partly filled chunk.
+TOKENS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 145, 512, 521)
+MOST_TOKENS = 800
 
 
 class Experts(NamedTuple):
@@ -25,6 +26,13 @@ class Experts(NamedTuple):
     w2_trellis: torch.Tensor
     w2_suh: torch.Tensor
     w2_svh: torch.Tensor
+
+
+class MixedExperts(NamedTuple):
+    """Experts of several rates: weights with flat trellises, and where each matrix lies."""
+
+    weights: Experts
+    matrices: torch.Tensor
 
 
 class Routing(NamedTuple):
@@ -56,6 +64,50 @@ def random_experts(
     return Experts(*(torch.stack(pair) for pair in zip(gate, up, strict=True)), *down)
 
 
+# Gate, up and down of five experts, each rate next to others.
+MIXED_RATES: tuple[Rates, ...] = ((3, 4, 2), (8, 3, 3), (2, 2, 6), (4, 4, 4), (6, 3, 8))
+Linears = tuple[Exl3Tensor, Exl3Tensor, Exl3Tensor]
+
+
+@cache
+def linears_of(rates: tuple[Rates, ...], hidden: int, inner: int, codebook: str) -> list[Linears]:
+    """Gate, up and down of every expert."""
+    return [
+        (
+            random_exl3(hidden, inner, gate, codebook, 1000 + e),
+            random_exl3(hidden, inner, up, codebook, 2000 + e),
+            random_exl3(inner, hidden, down, codebook, 3000 + e),
+        )
+        for e, (gate, up, down) in enumerate(rates)
+    ]
+
+
+def mixed_experts(
+    rates: tuple[Rates, ...], hidden: int, inner: int, codebook: str = "mcg"
+) -> MixedExperts:
+    """The same as `exl3_moe` takes them."""
+    gate, up, down = zip(*linears_of(rates, hidden, inner, codebook), strict=True)
+    weights = Experts(
+        torch.cat([linear.trellis.flatten() for linear in (*gate, *up)]),
+        torch.stack([torch.stack([linear.suh for linear in side]) for side in (gate, up)]),
+        torch.stack([torch.stack([linear.svh for linear in side]) for side in (gate, up)]),
+        torch.cat([linear.trellis.flatten() for linear in down]),
+        torch.stack([linear.suh for linear in down]),
+        torch.stack([linear.svh for linear in down]),
+    )
+    return MixedExperts(weights, matrix_table(rates, hidden, inner))
+
+
+def true_sum(x: torch.Tensor, routing: Routing, experts: list[Linears]) -> torch.Tensor:
+    """Experts one by one in float64, from decoded matrices."""
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for e, (gate, up, down) in enumerate(experts):
+        share = (routing.weights * (routing.ids == e)).sum(1, keepdim=True)
+        inner = torch.nn.functional.silu(true_linear(x, gate)) * true_linear(x, up)
+        y += share.double() * true_linear(inner, down)
+    return y
+
+
 @cache
 def _rows(width: int) -> torch.Tensor:
     return torch.randn(MOST_TOKENS, width, generator=torch.Generator().manual_seed(7))
@@ -85,3 +137,9 @@ def _dense(linear: Exl3Tensor) -> torch.Tensor:
 def true_linear(x: torch.Tensor, linear: Exl3Tensor) -> torch.Tensor:
     """x W in float64 from the decoded dense matrix, x taken as it is stored."""
     return x.double() @ _dense(linear)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy that starts one element after the start of its storage."""
+    storage = tensor.new_empty(tensor.numel() + 1)
+    return storage[1:].view(tensor.shape).copy_(tensor)

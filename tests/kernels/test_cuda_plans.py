@@ -41,12 +41,14 @@ def test_every_rate_fits_the_smallest_shared_memory() -> None:
 def test_moe_plan_of_glm52_on_four_ranks() -> None:
     plan = cuda_moe.plan_moe(32, 8, 6144, 512, 132)
     assert (plan.splits13, plan.splits2) == (6, 1)
+    assert plan.items()["rotated"] == 2 * 32 * 8 * 6144 * 4
     assert all(start % 256 == 0 for start in plan.offsets.values())
     assert plan.scratch_bytes == sum(-(-size // 256) * 256 for size in plan.items().values())
     assert round(plan.scratch_bytes / 2**20, 1) == 24.6
     assert cuda_moe.plan_moe(32, 8, 6144, 512, 132) == plan
-    shared = cuda_moe.plan_moe(32, 8, 6144, 512, 132, is_shared_h=True)
-    assert shared.items()["rotated"] == 32 * 6144 * 4
+    for suh_rows, rows in ((1, 1), (4, 4), (16, 8)):
+        shared = cuda_moe.plan_moe(32, 8, 6144, 512, 132, suh_rows)
+        assert shared.items()["rotated"] == 2 * 32 * rows * 6144 * 4
 
 
 def test_capacity_changes_no_split() -> None:
@@ -54,9 +56,9 @@ def test_capacity_changes_no_split() -> None:
     assert len({(plan.splits13, plan.splits2) for plan in plans}) == 1
 
 
-@pytest.mark.parametrize(("blocks", "expected"), [(1, 1), (791, 1), (1600, 2), (10_000, 12)])
-def test_strips_per_block_leave_two_waves(blocks: int, expected: int) -> None:
-    assert cuda_moe.strips_per_block(48, blocks, 396) == expected
+def test_blocks_that_run_at_once() -> None:
+    assert cuda_moe.resident_blocks(80, 132) == 3 * 132
+    assert cuda_moe.resident_blocks(117, 132) == 2 * 132
 
 
 def test_too_many_routes() -> None:

@@ -1,18 +1,30 @@
-"""Slices and rate tiers: routes, maps, and the sum against the whole experts."""
+"""Slices and rates: routes, tables, and the sum against the whole experts."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
-from exl3kit.errors import UnsupportedError
-from exl3kit.runtime.experts import RateTier, TierWeights, exl3_experts, expand_routes, rate_tiers
-from exl3kit.runtime.reference import reference_linear, reference_moe
+from exl3kit.runtime.experts import (
+    ExpertWeights,
+    exl3_experts,
+    expand_routes,
+    is_uniform,
+    matrix_table,
+)
+from exl3kit.runtime.reference import reference_moe
 from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
-from tests.kernels.cases import Experts, random_experts, random_routing, random_rows
+from tests.kernels.cases import (
+    MIXED_RATES,
+    Experts,
+    MixedExperts,
+    linears_of,
+    mixed_experts,
+    random_experts,
+    random_routing,
+    random_rows,
+    true_sum,
+)
 
 E, H, S = 5, 128, 512
 TOKENS, TOP_K = 7, 3
@@ -59,7 +71,7 @@ def test_slices_add_up_to_the_whole_in_float64(slices: int) -> None:
     assert parts.w2_suh.shape == (E * slices, S // slices)
     found = reference_moe(x, *routes, *parts, "mcg", dtype=torch.float64)
     assert_three_gates(found, expected, "float64")
-    kernel = exl3_experts(x, weights, ids, [TierWeights(*parts)], "mcg", slices)
+    kernel = exl3_experts(x, weights, ids, ExpertWeights(*parts), "mcg", slices)
     assert_three_gates(kernel, expected, "float32")
 
 
@@ -80,160 +92,82 @@ def test_slices_that_were_quantised_one_by_one() -> None:
     for name, tensors in zip(Experts._fields, zip(*ranks, strict=True), strict=True):
         dim = expert_dim(name)
         rows.append(torch.stack(tensors, dim + 1).flatten(dim, dim + 1))
-    found = exl3_experts(x, weights, ids, [TierWeights(*rows)], "mcg", 3)
+    found = exl3_experts(x, weights, ids, ExpertWeights(*rows), "mcg", 3)
     assert_three_gates(found, expected, "float32")
 
 
-def tiered(
-    rates: Sequence[tuple[int, int]], slices: int = 1
-) -> tuple[list[TierWeights], list[Experts]]:
-    """Experts of the given (gate and up, down) bits in tiers, and each by itself as E = 1."""
-    alone = [
-        Experts(
-            *(
-                tensor.narrow(expert_dim(name), e, 1)
-                for name, tensor in random_experts(len(rates), H, S, b13, b2)._asdict().items()
-            )
-        )
-        for e, (b13, b2) in enumerate(rates)
+def repeated(experts: MixedExperts, slices: int) -> ExpertWeights:
+    """Every expert `slices` times: what slices of the same contents would be."""
+    weights, table = experts
+    parts = [
+        tensor if tensor.dim() == 1 else tensor.repeat_interleave(slices, expert_dim(name))
+        for name, tensor in weights._asdict().items()
     ]
-    tiers = []
-    for tier in rate_tiers([(b13, b13, b2) for b13, b2 in rates]):
-        own = [sliced(alone[e], slices) for e in tier.experts]
-        stacked = (
-            torch.cat(tensors, expert_dim(name)).contiguous()
-            for name, tensors in zip(Experts._fields, zip(*own, strict=True), strict=True)
-        )
-        tiers.append(TierWeights(*stacked, expert_map=tier.make_map(len(rates), slices)))
-    return tiers, alone
+    return ExpertWeights(*parts, matrices=table.repeat_interleave(slices, 1))
 
 
-def expected_sum(
-    alone: list[Experts], x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """The experts one by one in float64."""
-    return sum(
-        (
-            reference_moe(
-                x, weights * (ids == e), torch.zeros_like(ids), *expert, "mcg", dtype=torch.float64
-            )
-            for e, expert in enumerate(alone)
-        ),
-        torch.zeros(x.shape, dtype=torch.float64),
-    )
-
-
-MIXES = [
-    [(3, 3), (4, 4), (3, 3), (3, 3), (3, 3)],  # a tier of one expert
-    [(2, 2), (6, 6), (4, 4), (2, 2), (4, 4)],  # three tiers
-    [(3, 4), (3, 5), (3, 4), (4, 4), (3, 4)],  # down differs from gate and up
-    [(3, 3)] * 5,  # one tier, with a map all the same
-]
-
-
-@pytest.mark.parametrize("rates", MIXES)
 @pytest.mark.parametrize("slices", [1, 2])
-def test_tiers_add_up_to_the_experts(rates: list[tuple[int, int]], slices: int) -> None:
-    tiers, alone = tiered(rates, slices)
-    x, (weights, ids) = random_rows(TOKENS, H), random_routing(TOKENS, TOP_K, E)
-    expected = expected_sum(alone, x, weights, ids)
-    found = exl3_experts(x, weights, ids, tiers, "mcg", slices)
+def test_experts_of_several_rates(slices: int) -> None:
+    experts = repeated(mixed_experts(MIXED_RATES, H, S), slices)
+    x, routing = random_rows(TOKENS, H), random_routing(TOKENS, TOP_K, E)
+    expected = slices * true_sum(x, routing, linears_of(MIXED_RATES, H, S, "mcg"))
+    found = exl3_experts(x, *routing, experts, "mcg", slices)
     assert_three_gates(found, expected, "float32")
-    narrow = exl3_experts(x.bfloat16(), weights, ids, tiers, "mcg", slices)
-    expected = expected_sum(alone, x.bfloat16().float(), weights, ids)
-    assert_three_gates(narrow, expected, "bfloat16")  # rounded once, not once a tier
+    alone = exl3_experts(x[3:4], routing.weights[3:4], routing.ids[3:4], experts, "mcg", slices)
+    assert_bitwise_equal(alone[0], found[3])
 
 
-def test_all_routes_to_one_tier_and_none_to_another() -> None:
-    tiers, alone = tiered(MIXES[1])
-    x, weights = random_rows(3, H), torch.rand(3, 2)
-    for first, second in ((2, 4), (0, 3), (1, 1)):
-        ids = torch.tensor([[first, second]] * 3)
-        found = exl3_experts(x, weights, ids, tiers, "mcg")
-        assert_three_gates(found, expected_sum(alone, x, weights, ids), "float32")
+def test_reference_of_several_rates() -> None:
+    """What runs where no compiler is found."""
+    weights, table = mixed_experts(MIXED_RATES, H, S)
+    x, routing = random_rows(TOKENS, H), random_routing(TOKENS, TOP_K, E)
+    expected = true_sum(x, routing, linears_of(MIXED_RATES, H, S, "mcg"))
+    found = reference_moe(x, *routing, *weights, "mcg", None, table, dtype=torch.float64)
+    assert_three_gates(found, expected, "float64")
 
 
 def test_ids_outside_the_model_and_no_tokens() -> None:
-    tiers, _ = tiered(MIXES[0], 2)
+    experts = repeated(mixed_experts(MIXED_RATES, H, S), 2)
     x, weights = random_rows(2, H), torch.rand(2, 2)
-    nowhere = exl3_experts(x, weights, torch.tensor([[-1, E], [E + 3, -7]]), tiers, "mcg", 2)
+    nowhere = exl3_experts(x, weights, torch.tensor([[-1, E], [E + 3, -7]]), experts, "mcg", 2)
     assert_bitwise_equal(nowhere, torch.zeros(2, H))
-    none = exl3_experts(x[:0], weights[:0], torch.zeros(0, 2, dtype=torch.int64), tiers, "mcg", 2)
+    none = exl3_experts(x[:0], weights[:0], torch.zeros(0, 2, dtype=torch.int64), experts, "mcg", 2)
     assert none.shape == (0, H)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    tiers, _ = tiered(MIXES[1], 2)
-    x, (weights, ids) = random_rows(TOKENS, H), random_routing(TOKENS, TOP_K, E)
-    together = exl3_experts(x, weights, ids, tiers, "mcg", 2)
-    alone = exl3_experts(x[3:4], weights[3:4], ids[3:4], tiers, "mcg", 2)
-    assert_bitwise_equal(alone[0], together[3])
+def test_table() -> None:
+    """Starts in words: 128 x 256 matrices of K bits take 2048 K of 16 bits."""
+    table = matrix_table([(3, 4, 1.5), (2, 3, 8)], 128, 256)
+    assert table.dtype == torch.int64
+    assert table.tolist() == [
+        [[0, 6], [6144, 4]],
+        [[10240, 8], [18432, 6]],
+        [[0, 3], [3072, 16]],
+    ]
 
 
-def gate_and_up_differ() -> tuple[TierWeights, torch.Tensor]:
-    """Experts with 3 bits in gate and 4 in up, of which the model has one more, and a map."""
-    three, four = random_experts(E, H, S, 3, 2), random_experts(E, H, S, 4, 2)
-    pair = three.w13_trellis[0], four.w13_trellis[1]
-    return TierWeights(pair, *three[1:]), torch.tensor([4, 3, -1, 2, 1, 0], dtype=torch.int32)
+def test_tables_count_in_64_bits() -> None:
+    table = matrix_table([(8, 8, 8)] * 300, 8192, 2048)
+    assert int(table[1, -1, 0]) == 599 * 8192 * 2048 // 2 > 1 << 32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gate_and_up_of_different_rates(dtype: torch.dtype) -> None:
-    tier, expert_map = gate_and_up_differ()
-    assert isinstance(tier.w13_trellis, tuple)
-    x, (weights, ids) = random_rows(TOKENS, H, dtype), random_routing(TOKENS, TOP_K, E + 1)
-    expected = torch.zeros(TOKENS, H, dtype=torch.float64)
-    for token, slot in torch.cartesian_prod(torch.arange(TOKENS), torch.arange(TOP_K)):
-        expert = int(expert_map[ids[token, slot]])
-        if expert < 0:
-            continue
-
-        def linear(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-            trellis, suh, svh = parts
-            return reference_linear(x, trellis, suh, svh, "mcg", dtype=torch.float64)
-
-        gate, up = (
-            linear(x[token], packed[expert], tier.w13_suh[side, expert], tier.w13_svh[side, expert])
-            for side, packed in enumerate(tier.w13_trellis)
-        )
-        product = torch.nn.functional.silu(gate) * up
-        down = linear(product, tier.w2_trellis[expert], tier.w2_suh[expert], tier.w2_svh[expert])
-        expected[token] += weights[token, slot] * down
-    found = exl3_experts(x, weights, ids, [replace(tier, expert_map=expert_map)], "mcg")
-    assert_three_gates(found, expected, str(dtype).removeprefix("torch."))
-
-
-def test_gate_and_up_of_different_rates_need_a_cpu() -> None:
-    tier, _ = gate_and_up_differ()
-    x, (weights, ids) = random_rows(1, H), random_routing(1, TOP_K, E)
-    with pytest.raises(UnsupportedError, match="same bits on a device"):
-        exl3_experts(x.to("meta"), weights.to("meta"), ids.to("meta"), [tier], "mcg")
+def test_uniform() -> None:
+    assert is_uniform([(3, 3, 4)] * 2)
+    assert not is_uniform([(3, 4, 3)] * 2) and not is_uniform([(3, 3, 3), (3, 3, 4)])
 
 
 def test_opcheck() -> None:
-    tier, expert_map = gate_and_up_differ()
-    assert isinstance(tier.w13_trellis, tuple)
-    rest = tier.w13_suh, tier.w13_svh, tier.w2_trellis, tier.w2_suh, tier.w2_svh, "mcg", expert_map
-    arguments = random_rows(3, H), *random_routing(3, 2, E + 1), *tier.w13_trellis, *rest
-    torch.library.opcheck(torch.ops.exl3.moe_by_expert.default, arguments)
-
-
-def test_tiers_and_maps() -> None:
-    three, four = (3, 3, 3), (4, 4, 4)
-    low, high = rate_tiers([three, four, three])
-    assert low == RateTier(three, (0, 2)) and high == RateTier(four, (1,))
-    assert low.make_map(3).tolist() == [0, -1, 1]
-    assert low.make_map(3, 2).tolist() == [0, 1, -1, -1, 2, 3]
-    assert high.make_map(3, 2).tolist() == [-1, -1, 0, 1, -1, -1]
-    assert low.make_map(3).dtype == torch.int32
+    weights, table = mixed_experts(MIXED_RATES, H, S)
+    arguments = random_rows(3, H), *random_routing(3, 2, E), *weights, "mcg", None, table
+    torch.library.opcheck(torch.ops.exl3.moe.default, arguments)
 
 
 def test_compiled_equals_eager() -> None:
-    """No graph break over slices and tiers, for any number of tokens."""
-    tiers, _ = tiered(MIXES[0], 2)
+    """No graph break over slices and rates, for any number of tokens."""
+    experts = repeated(mixed_experts(MIXED_RATES, H, S), 2)
 
     def step(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return exl3_experts(x, weights, ids, tiers, "mcg", 2)
+        return exl3_experts(x, weights, ids, experts, "mcg", 2)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (5, 2, 17):

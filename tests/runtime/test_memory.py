@@ -64,7 +64,8 @@ def test_glm_52_plan() -> None:
     assert f"{plan.decode_arena / 2**20:.2f} {plan.prefill_arena / 2**20:.2f}" == "33.51 1054.16"
     assert plan.num_arenas == 2  # the draft has its own
     assert plan.kv_bytes_per_token == 79 * 576 * 2 + 22 * 132  # 57 layers share an indexer
-    left = 92 * 2**30 - sum(plan.weights.values()) - 2 * plan.arena
+    assert f"{plan.decode_scratch / 2**20:.1f} {plan.prefill_scratch / 2**20:.1f}" == "106.4 386.4"
+    left = 92 * 2**30 - sum(plan.weights.values()) - plan.scratch
     assert plan.kv_bytes == left and plan.kv_tokens == left // plan.kv_bytes_per_token
     fp8 = plan_memory(model, tensors, at(4, has_fp8_cache=True))
     assert fp8.kv_bytes_per_token == 79 * 656 + 22 * 132 and fp8.kv_tokens is None

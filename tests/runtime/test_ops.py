@@ -11,6 +11,7 @@ import torch
 
 from exl3kit.errors import FormatError
 from exl3kit.runtime import ops
+from exl3kit.runtime.experts import matrix_table
 from exl3kit.runtime.ops import exl3_linear, exl3_moe
 from exl3kit.runtime.reference import reference_linear, reference_moe
 from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
@@ -21,6 +22,7 @@ E, H, S = 4, 128, 256
 WEIGHTS = random_exl3(256, 384, 3)
 EXPERTS = random_experts(E, H, S)
 MAP = torch.tensor([3, -1, 0, 1, 2, -1])
+TABLE = matrix_table([(3, 3, 4)] * E, H, S)
 
 
 def linear_arguments(tokens: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -39,7 +41,8 @@ def moe_arguments(tokens: int = 3, dtype: torch.dtype = torch.float32) -> dict[s
     """Keyword arguments of a valid call."""
     weights, ids = random_routing(tokens, 2, len(MAP))
     routed = {"x": random_rows(tokens, H, dtype), "topk_weights": weights, "topk_ids": ids}
-    return {**routed, **EXPERTS._asdict(), "codebook": "mcg", "expert_map": MAP}
+    options = {"codebook": "mcg", "expert_map": MAP, "matrices": None}
+    return {**routed, **EXPERTS._asdict(), **options}
 
 
 def test_opcheck() -> None:
@@ -67,7 +70,8 @@ def test_leading_dimensions(leading: tuple[int, ...]) -> None:
     assert_three_gates(y, true_linear(arguments["x"], WEIGHTS), "float32")
 
 
-def test_compiled_equals_eager_for_every_batch() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_equals_eager_for_every_batch(backend: str) -> None:
     """One graph: the first dimension is dynamic, and rows do not depend on it."""
     parts = (WEIGHTS.trellis, WEIGHTS.suh, WEIGHTS.svh, "mcg")
 
@@ -75,7 +79,7 @@ def test_compiled_equals_eager_for_every_batch() -> None:
         wide = exl3_moe(x, weights, ids, *EXPERTS, "mcg", MAP).repeat(1, 2)
         return exl3_linear(wide, *parts)
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
     for tokens in (5, 2, 17, 1):
         routing = random_routing(tokens, 2, len(MAP))
         x = random_rows(tokens, H)
@@ -127,6 +131,13 @@ MOE_REFUSALS: list[tuple[str, Change, str]] = [
     ("w2_trellis", lambda x: x.repeat_interleave(2, 3)[..., ::2], "w2_trellis has strides"),
     ("w2_suh", lambda x: x.float(), "w2_suh has dtype"),
     ("w2_svh", lambda x: x[:, :64], r"w2_svh has shape \(4, 64\), expected \(4, 128\)"),
+    ("w13_suh", lambda x: x[:, :3], r"w13_suh has shape \(2, 3, 128\), expected \(2, 4, 128\)"),
+    ("w2_svh", lambda x: x[:3], r"w2_svh has shape \(3, 128\), expected \(4, 128\)"),
+    (
+        "matrices",
+        lambda _: TABLE,
+        r"w13_trellis has shape \(2, 4, 8, 16, 48\), expected \(49152,\)",
+    ),
     ("expert_map", lambda x: x.float(), "expert_map has dtype torch.float32"),
     ("expert_map", lambda x: x.view(2, 3), r"expert_map has shape \(2, 3\), expected \(6,\)"),
     ("expert_map", lambda x: x + 1, "expert_map: expected local ids below 4"),

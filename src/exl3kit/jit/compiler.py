@@ -12,8 +12,14 @@ from exl3kit.jit import source, toolkit
 from exl3kit.jit.spec import KernelSpec
 
 # `-lineinfo` costs nothing at run time and lets profilers and the memory checker name lines;
-# ptxas -v is where registers and spills are read from.
-OPTIONS: dict[str, Any] = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
+# ptxas -v is where registers and spills are read from. Where there is a driver, NVRTC has a cache
+# of its own and answers a repeated compile from it with an empty log: seen on an H200, 13.0.88.
+OPTIONS: dict[str, Any] = {
+    "std": "c++17",
+    "lineinfo": True,
+    "ptxas_options": ["-v"],
+    "no_cache": True,
+}
 
 
 @dataclass(frozen=True)

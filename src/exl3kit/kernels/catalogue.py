@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from exl3kit.jit.spec import KernelSpec
-from exl3kit.kernels import cuda_moe, encode_cuda, gemm, row_block
+from exl3kit.kernels import (
+    cuda_moe,
+    encode_cuda,
+    gemm,
+    prefill_linear,
+    prefill_mma,
+    prefill_moe,
+    prefill_panel,
+    prefill_wgmma,
+    row_block,
+)
 
 
 def all_specs() -> tuple[KernelSpec, ...]:
     """The instantiations of all families, each once."""
-    return (*encode_cuda.SPECS, *row_block.SPECS, *gemm.SPECS, *cuda_moe.SPECS)
+    families = (
+        encode_cuda, row_block, gemm, cuda_moe, prefill_moe, prefill_linear, prefill_mma,
+        prefill_wgmma, prefill_panel,
+    )  # fmt: skip
+    return tuple(spec for family in families for spec in family.SPECS)

@@ -22,55 +22,73 @@ from typing import NamedTuple
 import torch
 
 from exl3kit.errors import FormatError
-from exl3kit.format.spec import HADAMARD_BLOCK, TILE, Codebook, check_codebook
+from exl3kit.format.spec import HADAMARD_BLOCK, TILE, Codebook, check_codebook, rates_of
 from exl3kit.jit.launch import get_kernel
 from exl3kit.jit.spec import KernelSpec, Param
 from exl3kit.kernels.gemm import (
-    BLOCKS_PER_SM,
     CODEBOOK_NAMES,
+    MAX_BITS2,
+    PRODUCT_WARPS,
     RATES,
-    SLICES,
     choose_splits,
     num_multiprocessors,
     product_shared_bytes,
 )
 from exl3kit.kernels.launch import CODEBOOK_CODES, DTYPE_CODES, double_bits
+from exl3kit.kernels.scratch import offsets_of, views_of
 
-# Tokens of one launch; more are cut, which cannot show because tokens are independent.
-CAPACITY = 32
+# Tokens of one launch; more are cut, which cannot show because tokens are independent. Beyond 32
+# only where experts have few routes each (heuristics.decode_tokens): few weights are decoded twice.
+CAPACITY = 128
 MAX_ROUTES = 4096  # kMaxRoutes of moe.cuh
 BLOCK_ROWS = 8  # routes of an expert that are multiplied together, kBlockRows of route.cuh
-_ALIGNMENT = 256
+# Warps that share a strip's part of K, for gate and up and for down.
+SLICES13, SLICES2 = 8, 8
+_REGISTERS = 65536  # of a multiprocessor
 _ROUTE_WARPS, _ACTIVATE_WARPS, _COMBINE_WARPS = 8, 4, 8
 
 _POINTER, _INT = Param.POINTER, Param.INT32
 
 
-def _spec(name: str, template: tuple[int | str, ...], pointers: int, numbers: int) -> KernelSpec:
+def _spec(
+    name: str, template: tuple[int | str, ...], pointers: int, numbers: int, spilled: int = 0
+) -> KernelSpec:
     parameters = (_POINTER,) * pointers + (_INT,) * numbers
-    return KernelSpec("moe.cuh", f"exl3::{name}", template, parameters)
+    return KernelSpec("moe.cuh", f"exl3::{name}", template, parameters, spill_budget=spilled)
 
 
-ROUTE = _spec("moe_route", (_ROUTE_WARPS,), 8, 9)
-ACTIVATE = _spec("moe_activate", (_ACTIVATE_WARPS,), 7, 8)
-COMBINE = _spec("moe_combine", (_COMBINE_WARPS,), 6, 7)
+ROUTE = _spec("moe_route", (_ROUTE_WARPS,), 8, 10)
+ACTIVATE = _spec("moe_activate", (_ACTIVATE_WARPS,), 7, 9)
+COMBINE = _spec("moe_combine", (_COMBINE_WARPS,), 6, 8)
 
 
-def product_spec(bits2: int, codebook: Codebook) -> KernelSpec:
-    """The product kernel of a rate and a codebook, for gate and up or for down."""
-    return _spec("moe_product", (bits2, CODEBOOK_NAMES[codebook]), 4, 8)
+def product_spec(codebook: Codebook, slices: int, bits2: int | None) -> KernelSpec:
+    """The product kernel of a codebook for one rate, or for matrices of any of its rates (None)."""
+    rates = tuple(int(2 * bits) for bits in rates_of(codebook)) if bits2 is None else (bits2,)
+    # 3inst at 3 bits on capability 8.0 needs 20 bytes more than 80 registers.
+    return _spec("moe_product", (CODEBOOK_NAMES[codebook], slices, *rates), 5, 10, spilled=24)
 
 
-SPECS = (ROUTE, ACTIVATE, COMBINE, *(product_spec(*rate) for rate in RATES))
+SPECS = (
+    ROUTE,
+    ACTIVATE,
+    COMBINE,
+    *(
+        product_spec(codebook, slices, bits2)
+        for bits2, codebook in (*RATES, *((None, codebook) for codebook in Codebook))
+        for slices in sorted({SLICES13, SLICES2})
+    ),
+)
+
+
+def specs_of(bits2: int | None, codebook: Codebook) -> tuple[KernelSpec, ...]:
+    """Every kernel that `moe` may launch for matrices of a rate, or of several (None)."""
+    products = (product_spec(codebook, slices, bits2) for slices in sorted({SLICES13, SLICES2}))
+    return (ROUTE, ACTIVATE, COMBINE, *products)
 
 
 class MoeWeights(NamedTuple):
-    """Stacked experts of one layer, E of them, as `exl3_moe` takes them.
-
-    w13_trellis int16 (2, E, H/16, S/16, 16 K), gate then up; w13_svh float16 (2, E, S); w13_suh
-    (2, E, H), or (H,) where one vector serves all experts and both sides (layout shared_h_v1)
-    w2_trellis int16 (E, S/16, H/16, 16 K'); w2_suh (E, S); w2_svh (E, H)
-    """
+    """Stacked experts of one layer, E of them, as `exl3_moe` takes them."""
 
     w13_trellis: torch.Tensor
     w13_suh: torch.Tensor
@@ -78,14 +96,15 @@ class MoeWeights(NamedTuple):
     w2_trellis: torch.Tensor
     w2_suh: torch.Tensor
     w2_svh: torch.Tensor
+    matrices: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class MoePlan:
     """Sizes of one layer's experts for up to `capacity` tokens of top_k routes.
 
-    hidden and inner are H and S; splits13 and splits2 cut K of gate and up and of down; wave is the
-    number of blocks that fill the device; is_shared_h says that one suh serves all experts.
+    hidden and inner are H and S; splits13 and splits2 cut K of gate and up and of down. `vectors`
+    is the number of input vectors that serve all experts, 0 where each route has rows of its own.
     """
 
     capacity: int
@@ -94,13 +113,17 @@ class MoePlan:
     inner: int
     splits13: int
     splits2: int
-    wave: int
-    is_shared_h: bool
+    num_sms: int
+    vectors: int
+
+    def input_rows(self, tokens: int) -> int:
+        """Rotated inputs of one side."""
+        return tokens * (self.vectors or self.top_k)
 
     def items(self) -> dict[str, int]:
         """Bytes of each view of the scratch, unaligned."""
         routes = self.capacity * self.top_k
-        rows = self.capacity if self.is_shared_h else 2 * routes
+        rows = 2 * self.input_rows(self.capacity)
         return {
             "routes": 4 * (3 + BLOCK_ROWS) * routes,
             "rotated": 4 * rows * self.hidden,
@@ -113,12 +136,8 @@ class MoePlan:
 
     @functools.cached_property
     def offsets(self) -> dict[str, int]:
-        """Byte at which each view starts, a multiple of 256; the last is the end of the scratch."""
-        starts, end = {}, 0
-        for name, size in self.items().items():
-            starts[name] = end
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return {**starts, "end": end}
+        """Byte at which each view starts; `end` is the end of the scratch."""
+        return offsets_of(self.items())
 
     @property
     def scratch_bytes(self) -> int:
@@ -133,31 +152,28 @@ def plan_moe(
     hidden: int,
     inner: int,
     num_sms: int,
-    is_shared_h: bool = False,
+    suh_rows: int | None = None,
 ) -> MoePlan:
     """The plan of up to `capacity` tokens; FormatError where the routes are too many.
 
-    The splits fill `num_sms` multiprocessors once with the routes of a single token.
+    The splits fill `num_sms` multiprocessors once with the routes of a single token. `suh_rows` is
+    the number of input vectors of a side where experts share them; a token is rotated once for
+    each of these if its routes are not fewer.
     """
     if not 1 <= capacity * top_k <= MAX_ROUTES:
         raise FormatError(
             f"MoE plan: expected 1 to {MAX_ROUTES} routes, got {capacity} tokens of {top_k}"
         )
     strips13, strips2 = 2 * inner // HADAMARD_BLOCK, hidden // HADAMARD_BLOCK
-    splits13 = choose_splits(hidden // TILE, top_k * strips13, num_sms)
-    splits2 = choose_splits(inner // TILE, top_k * strips2, num_sms)
-    wave = BLOCKS_PER_SM * num_sms
-    return MoePlan(capacity, top_k, hidden, inner, splits13, splits2, wave, is_shared_h)
+    splits13 = choose_splits(hidden // TILE, top_k * strips13, num_sms, SLICES13)
+    splits2 = choose_splits(inner // TILE, top_k * strips2, num_sms, SLICES2)
+    vectors = 0 if suh_rows is None or suh_rows > top_k else suh_rows
+    return MoePlan(capacity, top_k, hidden, inner, splits13, splits2, num_sms, vectors)
 
 
-@functools.cache
-def strips_per_block(strips: int, blocks: int, wave: int) -> int:
-    """Strips a block takes one after the other, a divisor of `strips`, where there are `blocks`.
-
-    It loads ahead over their borders; two waves of blocks have to be left. Does not show in sums.
-    """
-    fitting = (n for n in range(1, strips + 1) if strips % n == 0 and blocks // n >= 2 * wave)
-    return max(fitting, default=1)
+def resident_blocks(registers: int, num_sms: int) -> int:
+    """Blocks of a product kernel that run at once; so many share out the work."""
+    return _REGISTERS // (32 * PRODUCT_WARPS * registers) * num_sms
 
 
 @dataclass(frozen=True)
@@ -201,9 +217,9 @@ class BoundMoe:
         self._down(tokens)
         self._combine(topk_weights, y)
 
-    def _sharing(self, tokens: int) -> tuple[int, int]:
-        """Rows from gate's rotated inputs to up's, and routes that share one."""
-        return (0, self.plan.top_k) if self.plan.is_shared_h else (tokens * self.plan.top_k, 1)
+    def _inputs(self, tokens: int) -> tuple[int, int, int]:
+        """Rows from gate's rotated inputs to up's, and how a route finds its own (Inputs)."""
+        return self.plan.input_rows(tokens), self.plan.top_k, self.plan.vectors
 
     def _route(
         self,
@@ -221,45 +237,50 @@ class BoundMoe:
             (
                 x, topk_ids, topk_weights, expert_map, self.weights.w13_suh, views["routes"],
                 views["rotated"], views["firsts13"], routes, plan.top_k, plan.hidden, self.experts,
-                map_size, topk_ids.dtype == torch.int64, is_wide_map, plan.is_shared_h,
-                DTYPE_CODES[x.dtype],
+                map_size, topk_ids.dtype == torch.int64, is_wide_map,
+                self.weights.w13_suh.shape[1], plan.vectors, DTYPE_CODES[x.dtype],
             ),
             overlaps=True,
         )  # fmt: skip
 
     def _gate_up(self, tokens: int) -> None:
-        plan, trellis = self.plan, self.weights.w13_trellis
+        plan, trellis, matrices = self.plan, self.weights.w13_trellis, self.weights.matrices
         x, y = self.views["rotated"], self.views["partial13"]
-        sizes = (plan.hidden, plan.inner, 2)
-        self._product(trellis, x, y, tokens, plan.splits13, sizes, self._sharing(tokens))
+        sizes = (tokens * plan.top_k, plan.hidden, plan.inner, 2, self.experts, plan.splits13)
+        self._product(SLICES13, trellis, matrices, x, y, sizes, self._inputs(tokens))
 
     def _down(self, tokens: int) -> None:
-        plan, trellis = self.plan, self.weights.w2_trellis
+        plan, trellis, matrices = self.plan, self.weights.w2_trellis, self.weights.matrices
         x, y = self.views["activated"], self.views["partial2"]
-        self._product(trellis, x, y, tokens, plan.splits2, (plan.inner, plan.hidden, 1), (0, 1))
+        sizes = (tokens * plan.top_k, plan.inner, plan.hidden, 1, self.experts, plan.splits2)
+        down = None if matrices is None else matrices[2]
+        self._product(SLICES2, trellis, down, x, y, sizes, (0, plan.top_k, 0))
 
     def _product(
         self,
+        slices: int,
         trellis: torch.Tensor,
+        matrices: torch.Tensor | None,
         rotated: torch.Tensor,
         partial: torch.Tensor,
-        tokens: int,
-        splits: int,
-        sizes: tuple[int, int, int],
-        sharing: tuple[int, int],
+        sizes: tuple[int, int, int, int, int, int],
+        inputs: tuple[int, int, int],
     ) -> None:
-        """Launch of moe_product; `sizes` are k, n and the matrices side by side."""
-        _, n, sides = sizes
-        routes, bits2, strips = tokens * self.plan.top_k, double_bits(trellis), n // HADAMARD_BLOCK
-        items = strips_per_block(strips, splits * sides * strips * routes, self.plan.wave)
-        get_kernel(product_spec(bits2, self.codebook), trellis.device).launch(
-            (splits, sides * strips // items, routes),
-            32 * SLICES,
+        """Launch of moe_product; `sizes` and `inputs` are its ProductSizes and Inputs."""
+        bits2 = double_bits(trellis) if matrices is None else None
+        kernel = get_kernel(product_spec(self.codebook, slices, bits2), trellis.device)
+        rings, sums = product_shared_bytes(bits2 or MAX_BITS2, 1)
+        routes, _, n, sides, _, splits = sizes
+        columns = -(-n // (HADAMARD_BLOCK * PRODUCT_WARPS // slices))
+        resident = resident_blocks(kernel.resources.registers, self.plan.num_sms)
+        kernel.launch(
+            min(resident, routes * sides * splits * columns),
+            32 * PRODUCT_WARPS,
             (
-                trellis, self.views["routes"], rotated, partial, routes, *sizes, self.experts,
-                *sharing, items,
+                trellis, matrices, self.views["routes"], rotated, partial, *sizes, *inputs,
+                rings // PRODUCT_WARPS,
             ),
-            shared_bytes=sum(product_shared_bytes(bits2, 1)),
+            shared_bytes=rings + sums,
             overlaps=True,
         )  # fmt: skip
 
@@ -272,20 +293,22 @@ class BoundMoe:
             (
                 views["partial13"], views["firsts13"], views["routes"], weights.w13_svh,
                 weights.w2_suh, views["activated"], views["firsts2"], routes, plan.hidden,
-                plan.inner, self.experts, plan.splits13, code, *self._sharing(tokens),
+                plan.inner, self.experts, plan.splits13, code, *self._inputs(tokens),
             ),
             overlaps=True,
         )  # fmt: skip
 
     def _combine(self, topk_weights: torch.Tensor, y: torch.Tensor) -> None:
-        plan, views, code = self.plan, self.views, CODEBOOK_CODES[self.codebook]
+        plan, views, weights = self.plan, self.views, self.weights
+        code = CODEBOOK_CODES[self.codebook]
         get_kernel(COMBINE, y.device).launch(
             (len(y), plan.hidden // HADAMARD_BLOCK),
             32 * _COMBINE_WARPS,
             (
                 views["partial2"], views["firsts2"], views["routes"], topk_weights,
-                self.weights.w2_svh, y, topk_weights.numel(), plan.top_k, plan.hidden, plan.inner,
-                plan.splits2, code, DTYPE_CODES[y.dtype],
+                weights.w2_svh, y, topk_weights.numel(), plan.top_k, plan.hidden, plan.inner,
+                plan.splits2, code, weights.w2_svh.shape[0],
+                DTYPE_CODES[y.dtype],
             ),
             overlaps=True,
         )  # fmt: skip
@@ -296,18 +319,7 @@ def bind_moe(plan: MoePlan, scratch: torch.Tensor, weights: MoeWeights, codebook
 
     FormatError for a scratch of another dtype or device, too small, or not aligned to 256 bytes.
     """
-    device = weights.w2_suh.device
-    if scratch.dtype != torch.uint8 or scratch.device != device or not scratch.is_contiguous():
-        raise FormatError(
-            f"scratch: expected contiguous torch.uint8 on {device}, "
-            f"got {scratch.dtype} on {scratch.device}"
-        )
-    if scratch.numel() < plan.scratch_bytes or scratch.data_ptr() % _ALIGNMENT:
-        raise FormatError(
-            f"scratch: expected {plan.scratch_bytes} bytes aligned to {_ALIGNMENT}, "
-            f"got {scratch.numel()} at address {scratch.data_ptr():#x}"
-        )
-    views = {name: scratch[start:] for name, start in plan.offsets.items()}
+    views = views_of(scratch, plan.offsets, weights.w2_suh.device)
     return BoundMoe(plan, views, weights, check_codebook(codebook))
 
 
@@ -325,8 +337,9 @@ def moe(
     if x.shape[0] == 0 or top_k == 0:
         return y.zero_()
     tokens = min(CAPACITY, MAX_ROUTES // top_k, x.shape[0])
-    sms, is_shared_h = num_multiprocessors(x.device), weights.w13_suh.dim() == 1
-    plan = plan_moe(tokens, top_k, hidden, inner, sms, is_shared_h)
+    suh_rows = weights.w13_suh.shape[1]
+    shared = suh_rows if suh_rows < weights.w2_suh.shape[0] else None
+    plan = plan_moe(tokens, top_k, hidden, inner, num_multiprocessors(x.device), shared)
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=x.device)
     experts = bind_moe(plan, scratch, weights, codebook)
     for start in range(0, x.shape[0], tokens):

@@ -23,7 +23,8 @@ MAX_ROWS = 128
 # tiles make an even two waves of 6144 x 12288 where eight make 1.5, and are no faster.
 SHAPES = {1: 8, 2: 8, 4: 4}
 # Shape and kStages of partial.cuh and product.cuh.
-SLICES = 8  # warps that share a block's part of K
+PRODUCT_WARPS = 8  # of a block of the product
+SLICES = 8  # warps that share a strip's part of K
 BLOCKS_PER_SM = 3  # with which the product of up to 8 rows fills a multiprocessor
 _STAGES = 3
 _MIN_SLICE = 2  # rows of tiles below which a warp is not worth its start
@@ -37,6 +38,8 @@ CODEBOOK_NAMES = {
 }
 # (twice the bits, codebook) of every rate there is.
 RATES = tuple((int(2 * bits), name) for name in CODEBOOK_NAMES for bits in rates_of(name))
+
+MAX_BITS2 = max(bits2 for bits2, _ in RATES)
 
 _POINTER, _INT = Param.POINTER, Param.INT32
 
@@ -59,6 +62,11 @@ SPECS = (
     FINISH,
     *(product_spec(*rate, groups) for rate in RATES for groups in SHAPES),
 )
+
+
+def specs_of(bits2: int, codebook: Codebook) -> tuple[KernelSpec, ...]:
+    """Every kernel that `linear` may launch for a matrix of a rate, by the number of rows."""
+    return (ROTATE, FINISH, *(product_spec(bits2, codebook, groups) for groups in SHAPES))
 
 
 @dataclass(frozen=True)
@@ -108,13 +116,13 @@ def plan_linear(rows: int, k: int, n: int, num_sms: int) -> LinearPlan:
 def product_shared_bytes(bits2: int, groups: int) -> tuple[int, int]:
     """Shared memory of a product kernel: the rings of its warps, and their sums."""
     stage = TILE * SHAPES[groups] * bits2 + 512 * groups
-    return SLICES * _STAGES * stage, 4 * SLICES * 8 * (TILE * SHAPES[groups] + 4)
+    return PRODUCT_WARPS * _STAGES * stage, 4 * PRODUCT_WARPS * 8 * (TILE * SHAPES[groups] + 4)
 
 
-def choose_splits(k_tiles: int, strips: int, num_sms: int) -> int:
-    """Parts of K so that `strips` of 128 columns fill the device in one wave of blocks."""
-    most = max(1, k_tiles // (SLICES * _MIN_SLICE))
-    return min(max(1, BLOCKS_PER_SM * num_sms // strips), most)
+def choose_splits(k_tiles: int, strips: int, num_sms: int, slices: int = SLICES) -> int:
+    """Parts of K, of `slices` warps each, so that strips of 128 columns fill the device once."""
+    most = max(1, k_tiles // (slices * _MIN_SLICE))
+    return min(max(1, BLOCKS_PER_SM * num_sms * PRODUCT_WARPS // (strips * slices)), most)
 
 
 @functools.cache
@@ -180,7 +188,7 @@ def run_linear(
     )
     get_kernel(spec, x.device).launch(
         (plan.splits, n // (TILE * SHAPES[groups]), -(-rows // (8 * groups))),
-        32 * SLICES,
+        32 * PRODUCT_WARPS,
         (trellis, rotated, partial, rows, k, n),
         shared_bytes=max(product_shared_bytes(bits2, groups)),
         overlaps=True,

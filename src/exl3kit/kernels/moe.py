@@ -22,12 +22,12 @@ from exl3kit.kernels.launch import (
 WORKSPACE_BYTES = 256 << 20
 
 _POINTERS = (
-    "x", "y", "topk_weights", "topk_ids", "expert_map", "w13_trellis", "w13_suh", "w13_svh",
-    "w2_trellis", "w2_suh", "w2_svh", "workspace",
+    "x", "y", "topk_weights", "topk_ids", "expert_map", "matrices", "w13_trellis", "w13_suh",
+    "w13_svh", "w2_trellis", "w2_suh", "w2_svh", "workspace",
 )  # fmt: skip
 _NUMBERS = (
-    "dtype", "tokens", "top_k", "wide_ids", "map_size", "experts", "hidden", "inner", "bits2_13",
-    "bits2_2", "codebook", "isa", "threads",
+    "dtype", "tokens", "top_k", "wide_ids", "map_size", "experts", "hidden", "inner", "suh_rows",
+    "svh_rows", "bits2_13", "bits2_2", "codebook", "isa", "threads",
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def moe(
     w2_svh: torch.Tensor,
     codebook: str,
     expert_map: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
     *,
     isa: int | None = None,
     threads: int | None = None,
@@ -60,8 +61,9 @@ def moe(
     """Sum over slots of topk_weight * down(silu(gate(x)) * up(x)), float32, rounded once.
 
     x (T, H) float32, float16 or bfloat16; topk_weights float32 (T, top_k); topk_ids int32 or int64
-    w13_trellis int16 (2, E, H/16, S/16, 16 K), gate then up; w13_suh (2, E, H); w13_svh (2, E, S)
-    w2_trellis int16 (E, S/16, H/16, 16 K'); w2_suh (E, S); w2_svh (E, H), all float16
+    w13_trellis int16 (2, E, H/16, S/16, 16 K), gate then up; w13_suh (2, V, H); w13_svh (2, E, S)
+    w2_trellis int16 (E, S/16, H/16, 16 K'); w2_suh (E, S); w2_svh (V', H), all float16
+    matrices int64 (3, E, 2) or None, as in `exl3_moe`
     expert_map int32 (E_global,), model id -> local id, -1 = not here; None: ids are local
     isa, threads as in kernels.linear; returns (T, H) of x's dtype, new
 
@@ -75,6 +77,7 @@ def moe(
     y = torch.empty_like(x)
     arguments = _MoeArgs(
         expert_map=pointer(expert_map),
+        matrices=pointer(matrices),
         w13_trellis=pointer(w13_trellis),
         w13_suh=pointer(w13_suh),
         w13_svh=pointer(w13_svh),
@@ -88,13 +91,15 @@ def moe(
         experts=experts,
         hidden=hidden,
         inner=inner,
+        suh_rows=w13_suh.shape[1],
+        svh_rows=w2_svh.shape[0],
         bits2_13=double_bits(w13_trellis),
         bits2_2=double_bits(w2_trellis),
         codebook=codebook_code(codebook),
         isa=cpu_isa() if isa is None else isa,
         threads=threads,
     )
-    token_bytes = 4 * top_k * (2 * hidden + inner)
+    token_bytes = 4 * max(1, top_k) * (2 * hidden + inner)
     step = max(1, workspace_bytes // token_bytes)
     for start in range(0, tokens, step):
         part = slice(start, min(start + step, tokens))

@@ -1,4 +1,7 @@
-"""Scratch memory of the fused MoE plan, item by item, before anything is allocated.
+"""The arena of the published EXL3 engine for vLLM, item by item: what ours is compared with.
+
+`inspect` shows it beside the scratch that the kernels of this package take, which
+`kernels.cuda_moe` and `kernels.prefill_moe` plan.
 
 One arena serves every layer of a model. A plan is made for a capacity of tokens and a route block:
 32 tokens in blocks of 8 for decoding, the scheduler's token budget in blocks of 64 for prefill.

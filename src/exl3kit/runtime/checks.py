@@ -8,7 +8,13 @@ from __future__ import annotations
 import torch
 
 from exl3kit.errors import FormatError, UnsupportedError
-from exl3kit.format.spec import HADAMARD_BLOCK, TILE, bits_from_words, check_bits
+from exl3kit.format.spec import (
+    HADAMARD_BLOCK,
+    TILE,
+    bits_from_words,
+    check_bits,
+    check_codebook,
+)
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
@@ -106,6 +112,35 @@ def check_linear(
         check_tensor("bias", bias, (n,), ACTIVATION_DTYPES)
 
 
+def _check_uniform(w13_trellis: torch.Tensor, w2_trellis: torch.Tensor, codebook: str) -> int:
+    """Number of experts; FormatError unless the two stacks agree about it and about sizes."""
+    check_trellis("w2_trellis", w2_trellis, 4, codebook)
+    experts = w2_trellis.shape[0]
+    h_tiles, s_tiles, words = w13_trellis.shape[2:]
+    packed = (torch.int16,)
+    check_tensor("w13_trellis", w13_trellis, (2, experts, h_tiles, s_tiles, words), packed)
+    shape = experts, s_tiles, h_tiles, w2_trellis.shape[-1]
+    check_tensor("w2_trellis", w2_trellis, shape, packed)
+    return experts
+
+
+def _check_vector(name: str, vectors: torch.Tensor, dims: int) -> int:
+    """Length of the last of `dims` dimensions; FormatError unless it is whole Hadamard blocks."""
+    shape = tuple(vectors.shape)
+    if len(shape) != dims or shape[-1] == 0 or shape[-1] % HADAMARD_BLOCK:
+        raise FormatError(
+            f"{name} has shape {shape}, expected {dims} dimensions, the last a multiple of "
+            f"{HADAMARD_BLOCK}"
+        )
+    return shape[-1]
+
+
+def _sharing(vectors: torch.Tensor, dim: int, experts: int) -> int:
+    """How many vectors serve the experts in turn: a divisor of their number, else all of it."""
+    rows = vectors.shape[dim] if vectors.dim() == dim + 2 else 0
+    return rows if rows and experts % rows == 0 else experts
+
+
 def check_moe(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -118,20 +153,24 @@ def check_moe(
     w2_svh: torch.Tensor,
     codebook: str,
     expert_map: torch.Tensor | None,
+    matrices: torch.Tensor | None,
 ) -> None:
     """Shapes and dtypes of `exl3::moe`; FormatError names the argument."""
-    hidden, inner = check_trellis("w13_trellis", w13_trellis, 5, codebook)
-    check_trellis("w2_trellis", w2_trellis, 4, codebook)
-    experts = w2_trellis.shape[0]
-    half, packed = (torch.float16,), (torch.int16,)
-    h_tiles, s_tiles, words = w13_trellis.shape[2:]
-    check_tensor("w13_trellis", w13_trellis, (2, experts, h_tiles, s_tiles, words), packed)
-    words = w2_trellis.shape[-1]
-    check_tensor("w2_trellis", w2_trellis, (experts, s_tiles, h_tiles, words), packed)
-    check_tensor("w13_suh", w13_suh, (2, experts, hidden), half)
+    half = (torch.float16,)
+    if matrices is None:
+        hidden, inner = check_trellis("w13_trellis", w13_trellis, 5, codebook)
+        experts = _check_uniform(w13_trellis, w2_trellis, codebook)
+    else:
+        hidden, inner = _check_vector("w13_suh", w13_suh, 3), _check_vector("w2_suh", w2_suh, 2)
+        experts = w2_suh.shape[0]
+        check_codebook(codebook)
+        for name, trellis in {"w13_trellis": w13_trellis, "w2_trellis": w2_trellis}.items():
+            check_tensor(name, trellis, (trellis.numel(),), (torch.int16,))
+        check_tensor("matrices", matrices, (3, experts, 2), (torch.int64,))
+    check_tensor("w13_suh", w13_suh, (2, _sharing(w13_suh, 1, experts), hidden), half)
     check_tensor("w13_svh", w13_svh, (2, experts, inner), half)
     check_tensor("w2_suh", w2_suh, (experts, inner), half)
-    check_tensor("w2_svh", w2_svh, (experts, hidden), half)
+    check_tensor("w2_svh", w2_svh, (_sharing(w2_svh, 0, experts), hidden), half)
     if topk_ids.dim() != 2:
         raise FormatError(f"topk_ids has shape {tuple(topk_ids.shape)}, expected (T, top_k)")
     tokens, top_k = topk_ids.shape

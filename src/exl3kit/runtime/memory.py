@@ -1,8 +1,13 @@
 """What a model takes of each GPU under tensor parallelism, from names, shapes and sizes alone.
 
-A rank holds its part of every linear that is cut, whole copies of the rest, one arena for the
-experts of the target and one for those of the draft, and its share of the key-value cache. Copies
-of embedding and head in next-token layers are not counted: engines take the target's.
+A rank holds its part of every linear that is cut, whole copies of the rest, the scratch of the
+experts' kernels, and its share of the key-value cache. Copies of embedding and head in next-token
+layers are not counted: engines take the target's.
+
+Scratch comes from torch's allocator for the length of a call, so target and draft use the same
+memory one after the other; the decode plan's stays with the CUDA graphs, hence both count. The
+arenas of the published EXL3 engine for vLLM, which keeps one for the target and one for the draft,
+are in the plan beside it for comparison (arena.py); they are not what is allocated here.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from exl3kit.checkpoint.inventory import EMBEDDING, KINDS, ROUTED, StoredTensor,
 from exl3kit.checkpoint.names import PROJECTIONS, RANK_SUFFIX, slice_rules
 from exl3kit.checkpoint.widths import check_cut, padded
 from exl3kit.errors import CheckpointError
+from exl3kit.kernels import cuda_moe, prefill_moe
+from exl3kit.kernels.heuristics import decode_tokens
 from exl3kit.models.attention import Gqa, Mla
 from exl3kit.models.base import ShardKind
 from exl3kit.models.decoder import DecoderMap
@@ -47,9 +54,16 @@ class Deployment:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of each rank. `arena` is that of one model; `num_arenas` counts target and draft."""
+    """Bytes of each rank.
+
+    decode_scratch and prefill_scratch are what this package allocates, for target and draft
+    together; decode_arena and prefill_arena what the published engine would for one model, and
+    num_arenas counts target and draft.
+    """
 
     weights: dict[str, int]
+    decode_scratch: int
+    prefill_scratch: int
     decode_arena: int
     prefill_arena: int
     num_arenas: int
@@ -57,8 +71,13 @@ class MemoryPlan:
     kv_bytes: int | None
 
     @property
-    def arena(self) -> int:
+    def scratch(self) -> int:
         """Scratch of the decode and the prefill plan together."""
+        return self.decode_scratch + self.prefill_scratch
+
+    @property
+    def arena(self) -> int:
+        """Arena of the published engine for one model, both plans together."""
         return self.decode_arena + self.prefill_arena
 
     @property
@@ -83,9 +102,11 @@ def plan_memory(
             "decoder layers: expected tensors of one or more to plan for, got none"
         )
     decode = prefill = num_arenas = 0
+    decode_scratch = prefill_scratch = 0
     if model.moe is not None:
         budget, shape = deployment.max_num_batched_tokens, moe_shape(model, deployment)
         capacity, sms = min(DECODE_CAPACITY, budget), deployment.num_sms
+        decode_scratch, prefill_scratch = scratch_bytes(shape, budget, sms)
         decode = arena_bytes(shape, capacity, DECODE_BLOCK, sms)
         if budget > DECODE_CAPACITY:
             prefill = arena_bytes(shape, budget, PREFILL_BLOCK, sms)
@@ -95,10 +116,12 @@ def plan_memory(
             if layer in stored
         )
         num_arenas = 2 if is_exl3_draft else 1
-    used = sum(weights.values()) + num_arenas * (decode + prefill)
+    used = sum(weights.values()) + decode_scratch + prefill_scratch
     layers = [layer for layer in model.layers if layer in stored]
     return MemoryPlan(
         weights=weights,
+        decode_scratch=decode_scratch,
+        prefill_scratch=prefill_scratch,
         decode_arena=decode,
         prefill_arena=prefill,
         num_arenas=num_arenas,
@@ -121,6 +144,18 @@ def moe_shape(model: DecoderMap, deployment: Deployment) -> MoeShape:
         num_experts=model.num_experts * slices,
         top_k=model.moe.num_experts_per_tok * slices,
     )
+
+
+def scratch_bytes(shape: MoeShape, tokens: int, num_sms: int) -> tuple[int, int]:
+    """Scratch of the decode and of the prefill plan for batches of up to `tokens`, in bytes."""
+    top_k, experts, sizes = shape.top_k, shape.num_experts, (shape.hidden_size, shape.slice_size)
+    most = decode_tokens(top_k, experts)
+    few = min(cuda_moe.CAPACITY, cuda_moe.MAX_ROUTES // top_k, most, tokens)
+    decode = cuda_moe.plan_moe(few, top_k, *sizes, num_sms).scratch_bytes
+    if tokens <= most:
+        return decode, 0
+    many = min(prefill_moe.CAPACITY, tokens)
+    return decode, prefill_moe.plan_prefill(many, top_k, experts, *sizes, 64).scratch_bytes
 
 
 def rank_bytes(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from exl3kit.jit.cpu import cpu_library
-from exl3kit.kernels import cuda_moe, gemm
+from exl3kit.kernels import cuda_moe
 from exl3kit.kernels import linear as linear_kernel
 from exl3kit.kernels import moe as moe_kernel
+from exl3kit.runtime import cuda_paths
 from exl3kit.runtime.checks import check_linear, check_moe, check_readable
 from exl3kit.runtime.reference import reference_linear, reference_moe
 
@@ -31,7 +32,7 @@ def _linear(
     check_readable(tensors, x.device)
     rows = x.view(-1, x.shape[-1])
     if x.is_cuda:
-        y = gemm.linear(rows, trellis, suh, svh, codebook, bias)
+        y = cuda_paths.linear(rows, trellis, suh, svh, codebook, bias)
     elif cpu_library() is None:
         y = reference_linear(rows, trellis, suh, svh, codebook, bias).to(x.dtype)
     else:
@@ -65,12 +66,13 @@ def _moe(
     w2_svh: torch.Tensor,
     codebook: str,
     expert_map: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     arguments = (
         x, topk_weights, topk_ids, w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh,
         codebook,
     )  # fmt: skip
-    check_moe(*arguments, expert_map)
+    check_moe(*arguments, expert_map, matrices)
     check_readable(
         {
             "x": x,
@@ -80,18 +82,21 @@ def _moe(
             "w2_trellis": w2_trellis,
             "w2_suh": w2_suh,
             "w2_svh": w2_svh,
+            "matrices": matrices,
         },
         x.device,
     )
     routing = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
     check_readable(routing, x.device, read_bytes=1)
     if x.is_cuda:
-        weights = cuda_moe.MoeWeights(w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh)
-        return cuda_moe.moe(x, topk_weights, topk_ids, weights, codebook, expert_map)
+        weights = cuda_moe.MoeWeights(
+            w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh, matrices
+        )
+        return cuda_paths.moe(x, topk_weights, topk_ids, weights, codebook, expert_map)
     if cpu_library() is None:
-        return reference_moe(*arguments, expert_map).to(x.dtype)
+        return reference_moe(*arguments, expert_map, matrices).to(x.dtype)
     local_map = None if expert_map is None else expert_map.to(torch.int32)
-    return moe_kernel.moe(*arguments, local_map)
+    return moe_kernel.moe(*arguments, local_map, matrices)
 
 
 @_moe.register_fake
@@ -107,10 +112,11 @@ def _(
     w2_svh: torch.Tensor,
     codebook: str,
     expert_map: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_moe(
         x, topk_weights, topk_ids, w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh,
-        codebook, expert_map,
+        codebook, expert_map, matrices,
     )  # fmt: skip
     return torch.empty_like(x)
 
@@ -132,8 +138,9 @@ def exl3_linear(
     bias      (out,) float32, float16 or bfloat16, or None
     returns   (…, out_features) of x's dtype, rounded once at the end
 
-    float32 throughout on a CPU; on a GPU the rotated input is fp16, sums are float32. A row's
-    result does not depend on the rows beside it nor on the number of threads. FormatError
+    float32 throughout on a CPU; on a GPU the rotated input is fp16, sums are float32 and beyond 32
+    rows leave the product as fp16. A row's result does not depend on the rows beside it nor on the
+    number of threads; on a GPU it can depend on how many they are (docs/numerics.md). FormatError
     for a wrong shape, dtype or device, or a tensor that is not contiguous.
     """
     return _linear(x, trellis, suh, svh, codebook, bias)
@@ -151,26 +158,34 @@ def exl3_moe(
     w2_svh: torch.Tensor,
     codebook: str,
     expert_map: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Routed experts: sum over slots j of topk_weights[:, j] * down(silu(gate(x)) * up(x)).
 
     x             (T, H) float32, float16 or bfloat16; T may be 0
     topk_weights  float32 (T, top_k); 0 skips the expert
     topk_ids      int32 or int64 (T, top_k); the same id twice in a token counts twice
-    w13_trellis   int16 (2, E, H/16, S/16, 16 K), gate then up; w13_suh float16 (2, E, H);
+    w13_trellis   int16 (2, E, H/16, S/16, 16 K), gate then up; w13_suh float16 (2, V, H);
                   w13_svh float16 (2, E, S)
-    w2_trellis    int16 (E, S/16, H/16, 16 K'); w2_suh float16 (E, S); w2_svh float16 (E, H)
+    w2_trellis    int16 (E, S/16, H/16, 16 K'); w2_suh float16 (E, S); w2_svh float16 (V', H)
     codebook      "3inst", "mcg" or "mul1", of all three
     expert_map    int32 or int64 (E_global,): id -> local expert, -1 = not here; None: ids are local
+    matrices      None, or, where experts differ in rate or gate from up, int64 (3, E, 2): for gate,
+                  up and down of every expert the element of w13_trellis or w2_trellis, which are
+                  then flat, at which it starts, and twice the bits (runtime.experts.matrix_table);
+                  what it says is not checked against the sizes of the two
     returns       (T, H) of x's dtype, the sum over this rank's experts and slice, not reduced over
                   ranks; rounded once at the end
 
+    Vectors of the hidden side may serve several experts: V and V' divide E, expert e has row e % V.
+
     Precision and errors are those of `exl3_linear`; on a GPU the input of down is rounded to fp16
     too. Ids outside the model contribute nothing. A row's result depends neither on the rows beside
-    it nor on the number of threads. A map that names an expert which is not there is a FormatError
-    on a CPU; on a GPU, where that would take a synchronisation, such a route adds nothing.
+    it nor on the number of threads, within a plan (docs/numerics.md). A map that names an expert
+    which is not there is a FormatError on a CPU; on a GPU, where that would take a synchronisation,
+    such a route adds nothing.
     """
     return _moe(
         x, topk_weights, topk_ids, w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh,
-        codebook, expert_map,
+        codebook, expert_map, matrices,
     )  # fmt: skip

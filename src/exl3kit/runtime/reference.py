@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 from exl3kit.errors import FormatError
 from exl3kit.format.decode import decode_inner
 from exl3kit.format.hadamard import hadamard
-from exl3kit.format.spec import check_codebook
+from exl3kit.format.spec import TILE, check_codebook
 
 
 def reference_linear(
@@ -45,6 +45,7 @@ def reference_moe(
     w2_svh: torch.Tensor,
     codebook: str,
     expert_map: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Un-reduced routed sum of `kernels.moe.moe` (same arguments) in `dtype`, (T, H) of `dtype`.
@@ -53,6 +54,15 @@ def reference_moe(
     """
     y = torch.zeros(x.shape, dtype=dtype)
     local = local_expert_ids(topk_weights, topk_ids, w2_suh.shape[0], expert_map)
+
+    def matrix(number: int, expert: int) -> torch.Tensor:
+        if matrices is None:
+            return w2_trellis[expert] if number == 2 else w13_trellis[number, expert]
+        parts = (w2_trellis, w2_suh, w2_svh) if number == 2 else (w13_trellis, w13_suh, w13_svh)
+        k, n = (vectors.shape[-1] // TILE for vectors in parts[1:])
+        start, bits2 = matrices[number, expert].tolist()
+        return parts[0][start : start + 8 * bits2 * k * n].view(k, n, 8 * bits2)
+
     for expert in local.unique().tolist():
         if expert < 0:
             continue
@@ -60,8 +70,8 @@ def reference_moe(
         gate, up = (
             reference_linear(
                 x[tokens],
-                w13_trellis[side, expert],
-                w13_suh[side, expert],
+                matrix(side, expert),
+                w13_suh[side, expert % w13_suh.shape[1]],
                 w13_svh[side, expert],
                 codebook,
                 dtype=dtype,
@@ -70,9 +80,9 @@ def reference_moe(
         )
         down = reference_linear(
             silu(gate) * up,
-            w2_trellis[expert],
+            matrix(2, expert),
             w2_suh[expert],
-            w2_svh[expert],
+            w2_svh[expert % w2_svh.shape[0]],
             codebook,
             dtype=dtype,
         )

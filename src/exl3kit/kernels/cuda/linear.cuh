@@ -39,7 +39,7 @@ linear_product(const uint32_t* trellis, const uint4* rotated, float* partial, in
                int n) {
     using Layout = Shape<kBits2, kGroups, kTiles>;
     release_successor();
-    const Slice slice = slice_of<Layout>(k / kTile);
+    const Slice slice = slice_of<Layout>(k / kTile, blockIdx.x, gridDim.x);
     const int row0 = blockIdx.z * 8 * kGroups, lane = threadIdx.x % kWarp;
     const int64_t n_tiles = n / kTile;
     const int64_t tile = slice.first * n_tiles + blockIdx.y * kTiles;

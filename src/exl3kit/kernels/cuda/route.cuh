@@ -11,6 +11,7 @@
 namespace exl3 {
 
 constexpr int kBlockRows = 8;
+constexpr int kMaxRoutes = 4096;  // of one launch
 
 // Router output as it comes. `map` may be null: ids are then local. Ids and map are int32 or int64.
 struct Routing {
@@ -69,6 +70,21 @@ EXL3_DEVICE int place_route(const Routing& routing, const Blocks& blocks, uint32
     blocks.led_rows[route] = min(all - rank, kBlockRows);
     blocks.members[kBlockRows * find_bit(matches, rank - row) + row] = route;
     return expert;
+}
+
+// Which routes lead a block, a bit each in `leaders` (shared memory, kMaxRoutes bits); returns how many.
+// All threads of the block take part.
+EXL3_DEVICE int find_leaders(const int* led_expert, uint32_t* leaders, int routes) {
+    const int words = (routes + 31) / 32;
+    for (int route = threadIdx.x; route / 32 < words; route += blockDim.x) {
+        const bool is_leader = route < routes && led_expert[route] >= 0;
+        const uint32_t mask = __ballot_sync(0xFFFFFFFFu, is_leader);
+        if (threadIdx.x % 32 == 0) leaders[route / 32] = mask;
+    }
+    __syncthreads();
+    int count = 0;
+    for (int word = 0; word < words; ++word) count += __popc(leaders[word]);
+    return count;
 }
 
 }  // namespace exl3
