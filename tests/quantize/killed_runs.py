@@ -23,7 +23,7 @@ from exl3kit.quantize.preflight import QuantizeOptions
 from tests.quantize import quick
 
 OPTIONS = QuantizeOptions(
-    bits=2, tp=2, rows=4, cols=64, dense={"attention": 3, "head": 4}, mtp="trellis", at_once=2
+    bits=2, tp=2, rows=4, cols=64, dense={"attention": 3, "head": 4}, mtp="trellis", jobs=2
 )
 _SECOND_LIFE = 5  # operations that the second run makes, more than it takes to open the folder
 

@@ -10,12 +10,12 @@ import torch
 
 from exl3kit.errors import CheckpointError
 from exl3kit.quantize.calibration import (
-    TextError,
     calibration_rows,
     draw_rows,
     encode_text,
     token_windows,
 )
+from exl3kit.quantize.documents import TextError
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -79,7 +79,7 @@ def test_files_share_the_rows_and_no_row_spans_two(tmp_path: Path) -> None:
     found = calibration_rows(tmp_path, 10, files, rows=8, cols=10)
     assert found.texts == ("a.txt", "b.txt")
     assert found.rows.tolist() == [[1] * 10] * 2 + [[2] * 10] * 4
-    with pytest.raises(TextError, match=r"a\.txt: 22 tokens, expected at least one row of 30"):
+    with pytest.raises(TextError, match=r"a\.txt: 22 tokens, expected at least one window of 30"):
         calibration_rows(tmp_path, 10, files, rows=8, cols=30)
 
 

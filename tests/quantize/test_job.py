@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -169,8 +170,39 @@ def test_report_log_and_progress_cover_every_slice(done: Done) -> None:
 def test_same_seed_writes_the_same_bytes_on_any_number_of_threads_and_experts_at_once(
     source: Path, done: Done, one_thread: None, tmp_path: Path
 ) -> None:
-    quantize_checkpoint(source, tmp_path / "out", replace(OPTIONS, at_once=3))
+    quantize_checkpoint(source, tmp_path / "out", replace(OPTIONS, jobs=3))
     assert files(tmp_path / "out") == files(done[0].path)
+
+
+def test_several_devices_write_the_same_bytes(
+    source: Path, tmp_path: Path, quick_encoder: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts 0 and 1 are encoded while 2 is, each call by a thread of its own, dense linears too.
+
+    A call waits for company, so that this fails where calls come one after another.
+    """
+    together, threads = threading.Barrier(2), set()
+
+    def met(*args: Any, **kwargs: Any) -> Any:
+        if len(args[0]) in (4, 8):  # gates and ups, or downs, of two ranks of two experts
+            together.wait(timeout=60)
+        threads.add(threading.get_ident())
+        return quick.quantize_tensors(*args, **kwargs)
+
+    options = replace(OPTIONS, dense={"attention": 2}, jobs=2)
+    quantize_checkpoint(source, tmp_path / "one", options)
+    monkeypatch.setattr("exl3kit.quantize.linears.quantize_tensors", met)
+    quantize_checkpoint(source, tmp_path / "two", replace(options, device="cpu,cpu"))
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    assert len(threads) >= 2 and threading.get_ident() not in threads
+
+
+def test_devices_of_two_kinds_are_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UnsupportedError, match=r"one kind, as cuda:0,cuda:1, got 'cpu,cuda'"):
+        quantize_checkpoint(source, tmp_path / "out", replace(OPTIONS, device="cpu,cuda"))
 
 
 def test_starved_experts_are_quantised_counted_and_logged(
@@ -239,11 +271,11 @@ def test_a_dead_layer_needs_no_hessian(source: Path, tmp_path: Path) -> None:
         ({"tp": None, "shim": "modelopt"}, FormatError, "only rank-sliced files have one"),
         ({"tp": None, "slice_mode": "cut"}, FormatError, "slice_mode: 'cut' .*; give a tp"),
         ({"bits": BitPlan({1: (2,) * 4}, {"model.tpyo": 3})}, FormatError, "module 'model.tpyo'"),
-        ({"at_once": 0}, FormatError, "at_once: expected at least 1"),
+        ({"jobs": 0}, FormatError, "jobs: expected at least 1"),
         ({"device": "abacus"}, UnsupportedError, "device: expected cpu, cuda or cuda:N"),
         ({"device": "cuda:99"}, UnsupportedError, r"device: expected one of \d+ CUDA devices"),
         ({"mtp": "trellis", "cols": 1}, FormatError, "cols: expected more than the 1 tokens"),
-        ({"cols": 10**6}, TextError, "expected at least one row of 1000000"),
+        ({"cols": 10**6}, TextError, "expected at least one window of 1000000"),
     ],
 )
 def test_options_that_cannot_work(
@@ -372,7 +404,7 @@ def test_pieces_of_rows_and_spilled_activations_change_no_byte_of_two_next_token
     for module in ("activations", "experts"):
         monkeypatch.setattr(f"exl3kit.quantize.{module}.PIECE_TOKENS", 128)
     report = quantize_checkpoint(src, tmp_path / "out", options)
-    spilled = replace(options, spill=tmp_path / "spill", at_once=4)
+    spilled = replace(options, spill=tmp_path / "spill", jobs=4)
     quantize_checkpoint(src, tmp_path / "spilled", spilled)
     assert files(tmp_path / "out") == files(tmp_path / "spilled")
     seen = {r.name.split(".")[2]: r.tokens for r in report.results if "self_attn" in r.name}

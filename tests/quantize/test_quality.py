@@ -35,7 +35,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Quality]:
     reference, measured = final_states(plain, tokens), {}
     for bits in MOST_KLD:
         out = folder / f"k{bits}"
-        quantize_checkpoint(MODEL, out, QuantizeOptions(bits, tp=2, at_once=8))
+        quantize_checkpoint(MODEL, out, QuantizeOptions(bits, tp=2, jobs=8))
         states = final_states(open_checkpoint(out), tokens)
         measured[bits] = summarize(compare_states(states, reference, tokens))
     return measured

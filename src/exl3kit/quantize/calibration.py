@@ -105,8 +105,8 @@ def token_windows(tokens: Tensor, cols: int, name: str = "text") -> Tensor:
     available = len(tokens) // cols
     if available == 0:
         raise TextError(
-            f"{name}: {len(tokens)} tokens, expected at least one row of {cols}; "
-            "give a longer text or fewer columns"
+            f"{name}: {len(tokens)} tokens, expected at least one window of {cols}; "
+            "give a longer text or a smaller window"
         )
     return tokens[: available * cols].view(available, cols)
 

@@ -2,8 +2,9 @@
 
 Gate and up share the Hessian of the expert's inputs, down has that of its activations. The linears
 of `at_once` experts go to the quantiser together: one matrix offers it a row of tiles at a time,
-which leaves cores, or a GPU, idle. A projection has one scale g a layer and rate: searching each
-matrix costs as much as encoding it.
+which leaves cores, or a GPU, idle; and as many such groups as there are devices are quantised side
+by side. A projection has one scale g a layer and rate: searching each matrix costs as much as
+encoding it.
 """
 
 from __future__ import annotations
@@ -70,11 +71,13 @@ class ExpertPass:
         """Quantise all experts, and write what they make of the tokens to `out` (T, H)."""
         out.zero_()
         routed = [_Routed(*found) for found in self._routing().by_expert(self._model.num_experts)]
-        for start in range(0, len(routed), at_once):
-            group = routed[start : start + at_once]
-            if self._planned and not all(map(self._is_done, group)):
-                self._quantize(group)
-            for one in group:
+        groups = [routed[i : i + at_once] for i in range(0, len(routed), at_once)]
+        busy = len(self._quantizer.devices)
+        for start in range(0, len(groups), busy):
+            turn = groups[start : start + busy]
+            if self._planned:
+                self._quantize([g for g in turn if not all(map(self._is_done, g))])
+            for one in (one for group in turn for one in group):
                 self._add_output(one, out)
 
     def _routing(self) -> Routing:
@@ -84,12 +87,14 @@ class ExpertPass:
             torch.cat([part.topk_weights for part in parts]),
         )
 
-    def _quantize(self, group: Sequence[_Routed]) -> None:
-        """All linears of some experts: gates and ups in one call, downs in another."""
-        work = [assignment for one in group for assignment in self._assignments(one)]
-        for names in (PROJECTIONS[:2], PROJECTIONS[2:]):
-            chosen = [a for a in work if a.spec.name.endswith(names)]
-            self._quantizer.quantize(chosen, self._planned[0][0].layout)
+    def _quantize(self, groups: Sequence[Sequence[_Routed]]) -> None:
+        """All linears of groups of experts: a group's gates and ups in a call, downs in another."""
+        batches = []
+        for group in groups:
+            work = [assignment for one in group for assignment in self._assignments(one)]
+            for names in (PROJECTIONS[:2], PROJECTIONS[2:]):
+                batches.append([a for a in work if a.spec.name.endswith(names)])
+        self._quantizer.quantize(batches, self._planned[0][0].layout)
 
     def _is_done(self, one: _Routed) -> bool:
         planned = self._planned[one.expert]

@@ -88,6 +88,7 @@ class InputMoments:
         """`wanted` are the layer-local names of the linears to be quantised."""
         self._wanted = frozenset(wanted)
         self._moments: dict[str, Moment] = {}
+        self._means: dict[Moment, Tensor] = {}
 
     def observe(self, names: tuple[str, ...], x: Tensor) -> None:
         """Take in x (..., n), the input of the linears `names`."""
@@ -99,8 +100,15 @@ class InputMoments:
         self._moments[wanted[0]].add(x)
 
     def of(self, name: str) -> Tensor:
-        """The second moment (n, n) of the input of linear `name`; KeyError if it was not seen."""
-        return self._moments[name].mean()
+        """The second moment (n, n) of the input of linear `name`; KeyError if it was not seen.
+
+        Linears that share an input are given one tensor, which the quantiser conditions once. To be
+        asked for when all tokens are in.
+        """
+        moment = self._moments[name]
+        if moment not in self._means:
+            self._means[moment] = moment.mean()
+        return self._means[moment]
 
 
 def shrunk(routed: Moment, layer: Moment) -> Tensor:

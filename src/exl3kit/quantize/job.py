@@ -93,7 +93,7 @@ def _weighed(plan: JobPlan, rows: Tensor, state: State) -> JobPlan:
     checkpoint = plan.contents.checkpoint
     if state.expert_weights is None:
         layers = [x for x in plan.contents.bits.experts if x < plan.forward.num_hidden_layers]
-        device = torch.device(plan.options.device)
+        device = plan.options.devices[0]
         state.expert_weights = measure_experts(checkpoint, plan.forward, rows, layers, device)
         state.write()
     return plan_job(checkpoint, plan.options, state.expert_weights)
@@ -102,7 +102,7 @@ def _weighed(plan: JobPlan, rows: Tensor, state: State) -> JobPlan:
 def _identity(plan: JobPlan, texts: Calibration) -> dict[str, Any]:
     """What decides the output's bytes, as JSON: two runs that agree in it are one job."""
     options, bits = plan.options, plan.contents.bits
-    checkpoint, device = plan.contents.checkpoint, torch.device(options.device).type
+    checkpoint, device = plan.contents.checkpoint, options.devices[0].type
     files = {info.file for info in checkpoint.infos.values()}
     files |= {checkpoint.path / name for name in ("config.json", "tokenizer.json")}
     source = {}
@@ -119,7 +119,7 @@ def _identity(plan: JobPlan, texts: Calibration) -> dict[str, Any]:
         "mtp": options.mtp,
         "shim": options.shim,
         "device": device,
-        "at_once": None if device == "cpu" else options.at_once,  # orders a GPU's sums
+        "jobs": None if device == "cpu" else options.jobs,  # orders a GPU's sums
         "calibration": {
             "texts": list(texts.texts),
             "size": list(texts.rows.shape),

@@ -139,7 +139,7 @@ class LayerPass:
                 )
                 for local, planned in linears.items()
             ]
-            self.quantizer.quantize(work, WHOLE)
+            self.quantizer.quantize([work], WHOLE)
         for local, planned in linears.items():
             decoded = self.quantizer.decoded(planned.spec, WHOLE, self.device)
             self.weights.replace(f"{local}.weight", decoded)

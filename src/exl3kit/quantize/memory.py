@@ -1,7 +1,7 @@
 """How much memory a job takes, by a formula: what docs/quantising.md states, in one place.
 
 With T tokens of calibration, of which P = 16,384 pass a part of a layer at a time, H the hidden
-size, I the width of a routed expert and j experts encoded together, in bytes:
+size, I the width of a routed expert and j experts encoded together, on all devices, in bytes:
 
     activations   12 T H                             three buffers; none of it with a spill folder
     layer         4 D                                D parameters of a layer outside its experts
@@ -20,8 +20,6 @@ number of layers. Encoding one matrix was measured at 2^26 + 55 in^2 + 80 in out
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
 
 from exl3kit.log import get_logger
 from exl3kit.models.base import LinearSpec
@@ -44,7 +42,7 @@ def peak_bytes(plan: JobPlan) -> int:
 
 def warn_of_memory(plan: JobPlan) -> None:
     """Say so if the bound is more than the machine has to give; the job may still fit."""
-    if torch.device(plan.options.device).type != "cpu":
+    if plan.options.devices[0].type != "cpu":
         return
     needed, free = peak_bytes(plan), _available_bytes()
     if needed > free:
@@ -75,7 +73,7 @@ def _part(plan: JobPlan, linears: list[LinearSpec]) -> int:
 
 
 def _experts(plan: JobPlan) -> int:
-    model, together = plan.contents.model, plan.options.at_once
+    model, together = plan.contents.model, plan.options.jobs * len(plan.options.devices)
     hidden, width = model.hidden_size, model.moe_intermediate_size
     moments = 8 * (hidden**2 + width**2)
     one = 12 * hidden * width + moments + 2 * _encoding(hidden, width)

@@ -6,11 +6,12 @@ import re
 from typing import Any
 
 from exl3kit._version import __version__
+from exl3kit.checkpoint.jsonfile import json_bytes
 from exl3kit.checkpoint.manifest import BLOCK_KEY, RankSlicedManifest
+from exl3kit.checkpoint.side_files import side_files
 from exl3kit.quantize import ordinary
 from exl3kit.quantize.bit_plan import HEAD
 from exl3kit.quantize.preflight import JobPlan, rank_sliced_manifest
-from exl3kit.quantize.publish import json_bytes, side_files
 from exl3kit.quantize.report import REPORT_NAME, QuantizeReport
 from exl3kit.slicing.job import SOURCE_QUANTIZATION_KEY
 
@@ -37,7 +38,8 @@ def output_config(plan: JobPlan, report: QuantizeReport) -> dict[str, Any]:
 
 def output_files(plan: JobPlan, report: QuantizeReport) -> dict[str, bytes]:
     """Name -> content of every file but the weights, the index and config.json."""
-    files = side_files(plan.contents.checkpoint.path)
+    source = plan.contents.checkpoint.path
+    files = {name: file.read_bytes() for name, file in side_files(source).items()}
     files[REPORT_NAME] = json_bytes(report.to_json())
     if plan.options.tp is None:
         quantization = output_config(plan, report)["quantization_config"]

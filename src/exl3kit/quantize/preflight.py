@@ -56,8 +56,9 @@ class QuantizeOptions:
     route_all   experts' Hessians are made of all tokens, whatever the router says
     mtp         what becomes of next-token layers: copied, or quantised as the plan says
     shim        write quant_method `modelopt`, for tools that do not know EXL3
-    device      where the forward pass and the encoder run
-    at_once     experts encoded together
+    device      where the forward pass and the encoder run; of several, separated by commas, the
+                first has the forward pass and the Hessians, and all encode
+    jobs        experts encoded together
     spill       folder for activations that do not fit in memory
     """
 
@@ -74,8 +75,13 @@ class QuantizeOptions:
     mtp: MtpMode = "bf16"
     shim: Literal["modelopt"] | None = None
     device: str = "cpu"
-    at_once: int = 1
+    jobs: int = 1
     spill: Path | None = None
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices named."""
+        return tuple(torch.device(name) for name in self.device.split(","))
 
 
 @dataclass(frozen=True)
@@ -210,8 +216,8 @@ def _check_source(checkpoint: Checkpoint) -> None:
 
 def _check_output(options: QuantizeOptions, model: DecoderMap) -> None:
     codebook = check_codebook(options.codebook)
-    check_device(options.device)
-    for name in ("rows", "cols", "at_once"):
+    _check_devices(options)
+    for name in ("rows", "cols", "jobs"):
         if getattr(options, name) < 1:
             raise FormatError(f"{name}: expected at least 1, got {getattr(options, name)}")
     if options.tp is None:
@@ -236,6 +242,16 @@ def _check_output(options: QuantizeOptions, model: DecoderMap) -> None:
         )
     check_cut("hidden_size", model.hidden_size, 1)
     check_cut("moe_intermediate_size", model.moe_intermediate_size, options.tp)
+
+
+def _check_devices(options: QuantizeOptions) -> None:
+    """All there, and of one kind: CPU and GPU do not sum in the same order."""
+    for name in options.device.split(","):
+        check_device(name)
+    if len({device.type for device in options.devices}) > 1:
+        raise UnsupportedError(
+            f"device: expected several of one kind, as cuda:0,cuda:1, got {options.device!r}"
+        )
 
 
 def _bits(

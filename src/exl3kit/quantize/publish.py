@@ -8,7 +8,6 @@ in the middle is finished by the next one.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any
 
 from exl3kit.checkpoint.atomic import disk_errors, sync_path, write_file
 from exl3kit.checkpoint.index import INDEX_NAME
-from exl3kit.checkpoint.shard import Entry, part_name
-from exl3kit.checkpoint.writer import CHECKSUMS_NAME, SIDE_PATTERNS
+from exl3kit.checkpoint.jsonfile import json_bytes
+from exl3kit.checkpoint.shard import Entry, final_name, part_name
+from exl3kit.checkpoint.writer import CHECKSUMS_NAME
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,3 @@ def publish(
         write_file(out / INDEX_NAME, texts[INDEX_NAME])
         write_file(out / CHECKSUMS_NAME, sums.encode())
         write_file(out / "config.json", texts["config.json"])
-
-
-def final_name(number: int, count: int) -> str:
-    """Name of shard `number`, from 1 on, of a checkpoint with `count` of them."""
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def side_files(source: Path) -> dict[str, bytes]:
-    """Tokenizer, chat template, generation config and licences of a model folder, by name."""
-    found = {file for pattern in SIDE_PATTERNS for file in source.glob(pattern)}
-    return {file.name: file.read_bytes() for file in sorted(found) if file.is_file()}
-
-
-def json_bytes(value: Any) -> bytes:
-    """JSON as it is written beside the weights."""
-    return (json.dumps(value, indent=2) + "\n").encode()

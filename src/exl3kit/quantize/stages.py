@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from exl3kit.checkpoint.shard import part_name
+from exl3kit.checkpoint.shard import final_name, part_name
 from exl3kit.errors import CheckpointError
 from exl3kit.models.module_weights import ModuleWeights
 from exl3kit.quantize.activations import Hidden, Scratch
@@ -24,7 +23,6 @@ from exl3kit.quantize.layer import Buffers, LayerPass
 from exl3kit.quantize.layout import WHOLE
 from exl3kit.quantize.linears import Assignment, LinearQuantizer
 from exl3kit.quantize.preflight import JobPlan
-from exl3kit.quantize.publish import final_name
 from exl3kit.quantize.shard_file import ShardFile
 from exl3kit.quantize.store import Progress, Store
 from exl3kit.quantize.weights import LayerWeights
@@ -48,7 +46,7 @@ class Stages:
         self._plan, self._contents, self._model = plan, plan.contents, plan.forward
         self._rows, self._out, self._state = rows, out, state
         self._journal, self._progress = journal, progress
-        self._device = torch.device(plan.options.device)
+        self._device = plan.options.devices[0]
         self._scratch = Scratch(self._device, plan.options.spill)
         self._weights = ModuleWeights(plan.contents.checkpoint)
         target = range(plan.forward.num_hidden_layers)
@@ -128,7 +126,8 @@ class Stages:
 
     def _quantize(self, layer: int | None, hidden: Hidden, store: Store) -> Hidden:
         """Quantise a stage's linears; the hidden states behind it."""
-        quantizer = LinearQuantizer(store, self._contents.codebook, self._plan.options.seed)
+        options = self._plan.options
+        quantizer = LinearQuantizer(store, self._contents.codebook, options.seed, options.devices)
         if layer is None:
             self._head(hidden, quantizer)
             return hidden
@@ -137,7 +136,6 @@ class Stages:
             hidden = self._next_token_input(layer, hidden, weights)
         if self._buffers is None or len(self._buffers.tokens) != hidden.num_tokens:
             self._buffers = Buffers(hidden, self._scratch)
-        options = self._plan.options
         LayerPass(
             self._model,
             layer,
@@ -145,7 +143,7 @@ class Stages:
             weights,
             quantizer,
             self._device,
-            options.at_once,
+            options.jobs,
             options.route_all,
         ).run(hidden, self._buffers)
         return hidden
@@ -167,7 +165,7 @@ class Stages:
             coverage=Coverage.ALL,
             tokens=hidden.num_tokens,
         )
-        quantizer.quantize([work], WHOLE)
+        quantizer.quantize([[work]], WHOLE)
 
     def _next_token_input(self, layer: int, before: Hidden, weights: LayerWeights) -> Hidden:
         """What a next-token layer is given: the states in front of it, normed, and embeddings."""
