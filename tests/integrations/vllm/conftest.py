@@ -78,11 +78,12 @@ def build_experts(
 @pytest.fixture(autouse=True)
 def parallel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The engine's tensor-parallel group and token budget, without an engine."""
-    state = SimpleNamespace(tp_size=2, tp_rank=0, tokens=512, has_lora=False)
+    state = SimpleNamespace(tp_size=2, tp_rank=0, tokens=512, has_lora=False, load_format="auto")
     monkeypatch.setattr(compat, "get_tensor_model_parallel_world_size", lambda: state.tp_size)
     monkeypatch.setattr(compat, "get_tensor_model_parallel_rank", lambda: state.tp_rank)
     monkeypatch.setattr(compat, "max_num_batched_tokens", lambda: state.tokens)
     monkeypatch.setattr(compat, "has_lora", lambda: state.has_lora)
+    monkeypatch.setattr(compat, "load_format", lambda: state.load_format)
     return state
 
 

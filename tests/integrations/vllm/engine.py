@@ -35,7 +35,7 @@ class Generation:
     """What one engine answered, per prompt: text, token ids, each token's (id, logprob) top two.
 
     The counts are of the engine's life so far; `cached` counts prompt tokens, `graphs` what dynamo
-    traced in this process, where the engine of one rank lives.
+    traced in this process, where the engine of one rank lives, `lowered` what inductor compiled.
     """
 
     texts: list[str]
@@ -45,6 +45,7 @@ class Generation:
     accepted: int
     cached: int
     graphs: int
+    lowered: int
 
 
 class EngineFailed(RuntimeError):
@@ -144,6 +145,7 @@ def _answer(llm: Any, job: dict[str, Any], regex: str | None = None) -> dict[str
         accepted=int(counters.get("vllm:spec_decode_num_accepted_tokens", 0)),
         cached=int(counters.get("vllm:prefix_cache_hits", 0)),
         graphs=dynamo["stats"]["unique_graphs"],
+        lowered=sum(dynamo["inductor"][f"fxgraph_cache_{x}"] for x in ("hit", "miss", "bypass")),
     )
     return asdict(answer)
 

@@ -65,10 +65,10 @@ def loaded_rank(path: Path, rank: int, tp_size: int = 2) -> tuple[Exl3MoEMethod,
 
 
 def rows(
-    method: Exl3MoEMethod, layer: torch.nn.Module, field: str, shard: str, tier: int = 0
+    method: Exl3MoEMethod, layer: torch.nn.Module, field: str, shard: str, expert: int
 ) -> torch.Tensor:
-    """The rows of one shard of a parameter, e.g. of w13_suh."""
-    return method.fields[field].block(getattr(layer, field), tier, shard)
+    """One expert's rows of a parameter, e.g. of w13_suh, a slice each."""
+    return method.fields[field].rows(getattr(layer, field), shard, expert)
 
 
 def route(num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from exl3kit import log
+from exl3kit.checkpoint.open import open_checkpoint
 from exl3kit.errors import CheckpointError, Exl3Error, FormatError, UnsupportedError
 from exl3kit.format.spec import Codebook
 from exl3kit.integrations.vllm import compat, register
@@ -100,6 +101,58 @@ def test_update_reads_the_checkpoint_and_pickles(sliced: Path, facts: Checkpoint
     copy = pickle.loads(pickle.dumps(config))
     assert copy.facts == facts
     assert facts.experts[1].rates == ((3, 3, 3),) * 4 and set(facts.experts) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_needed"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", True),
+        ("model.layers.1.mlp.gate.e_score_correction_bias", True),
+        ("model.layers.2.input_layernorm.weight", True),
+        ("lm_head.weight", True),
+        ("model.layers.3.eh_proj.weight", True),
+        ("model.layers.3.shared_head.head.weight", False),
+    ],
+)
+def test_a_missing_plain_tensor_is_named(copy: Path, name: str, is_needed: bool) -> None:
+    """Shards are complete, so vLLM would serve whatever memory holds there."""
+    rewrite(copy, **{name: None})
+    config, hf_config = Exl3Config(), AutoConfig.from_pretrained(copy)
+    if is_needed:
+        with pytest.raises(CheckpointError, match=f"1 tensors are missing: {name}"):
+            config.maybe_update_config(str(copy), hf_config)
+    else:
+        config.maybe_update_config(str(copy), hf_config)
+
+
+def test_next_token_layers_may_be_left_out(copy: Path) -> None:
+    names = open_checkpoint(copy).names()
+    rewrite(copy, **{name: None for name in names if name.startswith("model.layers.3.")})
+    Exl3Config().maybe_update_config(str(copy), AutoConfig.from_pretrained(copy))
+
+
+def test_compiled_graphs_are_kept_by_the_bits_of_each_linear(copy: Path) -> None:
+    """Same folder, same config.json, other rates: another digest of vLLM's own."""
+    digests = []
+    for bits in (3, 4, 3):
+        linear = random_exl3(256, 128, bits).tensors()
+        module = "model.layers.0.self_attn.o_proj"
+        stored = {f"{module}.{field}": tensor for field, tensor in linear.items()}
+        rewrite(copy, **{f"{module}.weight": None, **stored})
+        engine = EngineArgs(model=str(copy), dtype="bfloat16").create_engine_config()
+        digests.append(engine.compute_hash())
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_load_formats_that_bypass_the_loader(
+    facts: CheckpointFacts, parallel: SimpleNamespace
+) -> None:
+    """The registered one is ours for four formats; the others read no ranks."""
+    layer = empty(compat.LinearBase)
+    hydrated(facts).get_quant_method(layer, "model.layers.0.mlp.up_proj")
+    parallel.load_format = "fastsafetensors"
+    with pytest.raises(UnsupportedError, match=r"auto, hf, safetensors, exl3 .*fastsafetensors"):
+        hydrated(facts).get_quant_method(layer, "model.layers.0.mlp.up_proj")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
@@ -187,7 +240,7 @@ def rewrite(folder: Path, **tensors: torch.Tensor | None) -> None:
         if tensor is not None:
             content[name] = tensor
     save_file(content, shard)
-    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
 
 
 def test_a_missing_expert_tensor_is_named_before_loading(copy: Path) -> None:
@@ -222,9 +275,9 @@ def test_a_missing_shard(copy: Path, keep_index: bool) -> None:
         read_facts(copy, SIZES)
 
 
-@pytest.mark.parametrize("leaf", ["self_attn.kv_b_proj", "eh_proj"])
-def test_linears_that_vllm_reads_itself_must_be_dense(copy: Path, leaf: str) -> None:
-    module, tensors = f"model.layers.3.{leaf}", random_exl3(128, 128, 4).tensors()
+def test_the_projection_of_a_draft_must_be_dense(copy: Path) -> None:
+    """vLLM has a bare nn.Linear there."""
+    module, tensors = "model.layers.3.eh_proj", random_exl3(128, 128, 4).tensors()
     rewrite(copy, **{f"{module}.{field}": tensor for field, tensor in tensors.items()})
     with pytest.raises(UnsupportedError, match=f"{module}.weight in BF16"):
         read_facts(copy, SIZES)

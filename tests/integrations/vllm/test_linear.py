@@ -9,7 +9,7 @@ import torch
 
 from exl3kit.errors import CheckpointError, FormatError, SliceError
 from exl3kit.format.tensors import Exl3Tensor
-from exl3kit.integrations.vllm.linear import Exl3LinearMethod, LinearPart
+from exl3kit.integrations.vllm.linear import DecodedLinearMethod, Exl3LinearMethod, LinearPart
 from exl3kit.integrations.vllm.params import MatrixSpec
 from exl3kit.testing.generate import random_exl3
 
@@ -22,11 +22,15 @@ def part(tensor: Exl3Tensor) -> LinearPart:
 
 
 def build(
-    sources: list[Exl3Tensor], in_size: int, out_sizes: list[int], tp: tuple[int, int] = (1, 0)
+    sources: list[Exl3Tensor],
+    in_size: int,
+    out_sizes: list[int],
+    tp: tuple[int, int] = (1, 0),
+    method_type: type[Exl3LinearMethod] = Exl3LinearMethod,
 ) -> tuple[Exl3LinearMethod, Any]:
     layer = torch.nn.Module()
     layer.tp_size, layer.tp_rank = tp  # type: ignore[assignment]
-    method = Exl3LinearMethod([part(source) for source in sources])
+    method = method_type([part(source) for source in sources])
     method.create_weights(layer, in_size, out_sizes, in_size, sum(out_sizes), torch.float32)
     return method, layer
 
@@ -56,6 +60,35 @@ def test_fused_sources_keep_their_own_bits(codebook: str) -> None:
     x, bias = torch.randn(2, 3, 256), torch.randn(768)
     expected = torch.cat([x @ source.dequantize() for source in sources], dim=-1) + bias
     torch.testing.assert_close(method.apply(layer, x, bias), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sizes_that_the_file_filled_up_to_128() -> None:
+    """Latent attention: 128 outputs of the query beside 512 + 64 that are stored as 640."""
+    sources = [
+        random_exl3(384, size, 3, seed=size, name=f"{ATTENTION}.{name}")
+        for name, size in (("q_a_proj", 128), ("kv_a_proj_with_mqa", 640))
+    ]
+    method, layer = build(sources, 320, [128, 576])
+    load(layer, sources, [0, 1])
+    method.process_weights_after_loading(layer)
+    x = torch.randn(5, 320)
+    weights = [source.dequantize()[:320] for source in sources]
+    expected = torch.cat([x @ weights[0], x @ weights[1][:, :576]], dim=-1)
+    torch.testing.assert_close(method.apply(layer, x), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_linear_that_vllm_takes_apart_is_decoded(rank: int) -> None:
+    """kv_b_proj at TP 2: `weight` is what stock vLLM has, and nothing packed is left."""
+    source = random_exl3(128, 512, 4, name=f"{ATTENTION}.kv_b_proj")
+    method, layer = build([source], 128, [256], (2, rank), DecodedLinearMethod)
+    load(layer, [source], [None])
+    method.process_weights_after_loading(layer)
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+    expected = source.dequantize().T[256 * rank : 256 * rank + 256]
+    torch.testing.assert_close(layer.weight.data, expected, atol=0, rtol=0)
+    x = torch.randn(3, 128)
+    torch.testing.assert_close(method.apply(layer, x), x @ expected.T)
 
 
 def test_input_views_are_accepted() -> None:

@@ -1,8 +1,8 @@
 """Every private or moved vLLM name in one place.
 
 Read from the sources of 0.20 to 0.33: the class that owns expert weights is `FusedMoE` up to 0.23
-and `RoutedExperts` from 0.24 on. Tests run 0.32. Arguments that differ between versions are taken
-variadically where they arrive (`Exl3MoEMethod.apply`).
+and `RoutedExperts` from 0.24 on. Tests run 0.32, on a GPU 0.26. Arguments that differ between
+versions are taken variadically where they arrive (`Exl3MoEMethod.apply`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ __all__ = [
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "has_lora",
+    "load_format",
     "max_num_batched_tokens",
     "register_model_loader",
     "register_quantization_config",
@@ -66,6 +67,11 @@ def max_num_batched_tokens() -> int:
 def has_lora() -> bool:
     """True if the engine was started for LoRA adapters; valid while vLLM builds a model."""
     return get_current_vllm_config().lora_config is not None
+
+
+def load_format() -> str:
+    """`--load-format`; valid while vLLM builds a model."""
+    return str(get_current_vllm_config().load_config.load_format)
 
 
 def device_type() -> str:

@@ -15,15 +15,16 @@ from exl3kit.checkpoint.manifest import find_block
 from exl3kit.checkpoint.names import layer_index
 from exl3kit.checkpoint.r7 import BLOCK_KEY as R7_KEY
 from exl3kit.errors import CheckpointError, UnsupportedError
-from exl3kit.integrations.vllm import compat
+from exl3kit.integrations.vllm import LOAD_FORMATS, compat
 from exl3kit.integrations.vllm.facts import (
     CheckpointFacts,
     ModelSizes,
+    check_missing,
     checkpoint_folder,
     read_facts,
 )
 from exl3kit.integrations.vllm.head import Exl3HeadMethod
-from exl3kit.integrations.vllm.linear import Exl3LinearMethod, LinearPart
+from exl3kit.integrations.vllm.linear import DecodedLinearMethod, Exl3LinearMethod, LinearPart
 from exl3kit.integrations.vllm.moe import Exl3MoEMethod
 from exl3kit.jit.cpu import cpu_library
 from exl3kit.log import get_logger, warn_once
@@ -92,9 +93,15 @@ class Exl3Config(compat.QuantizationConfig):
 
         Here errors reach the user directly, and workers find the kernels in the cache instead of
         compiling them once each.
+
+        vLLM keeps compiled graphs under a digest of the model's config, which tells nothing of the
+        bits of each linear, while graphs hold offsets that follow from them: `exl3_layout` does.
         """
         sizes = ModelSizes.of(hf_config.get_text_config())
-        self.facts = read_facts(checkpoint_folder(model_name, revision), sizes)
+        folder = checkpoint_folder(model_name, revision)
+        self.facts = read_facts(folder, sizes)
+        check_missing(folder)
+        hf_config.exl3_layout = self.facts.digest()
         if compat.device_type() == "cpu":
             cpu_library()
 
@@ -103,14 +110,10 @@ class Exl3Config(compat.QuantizationConfig):
     ) -> compat.QuantizeMethodBase | None:
         """EXL3 where the checkpoint has trellis tensors for the layer, else vLLM's own method.
 
-        UnsupportedError in an engine for LoRA adapters: vLLM adds them to layers with a `weight`.
+        UnsupportedError in an engine that cannot serve EXL3, see `_check_engine`.
         """
         facts = self.hydrated(prefix)
-        if compat.has_lora():
-            raise UnsupportedError(
-                f"{prefix}: LoRA adapters are not supported with EXL3 checkpoints; start without "
-                "--enable-lora, or merge the adapter into the model before quantising it"
-            )
+        _check_engine(prefix)
         if isinstance(layer, compat.ExpertsLayer):
             experts = facts.experts.get(layer_index(prefix))
             return experts and Exl3MoEMethod(layer.moe_config, experts, prefix)
@@ -119,7 +122,10 @@ class Exl3Config(compat.QuantizationConfig):
             return spec and Exl3HeadMethod([LinearPart(prefix, spec)])
         if isinstance(layer, compat.LinearBase):
             parts = self._linear_parts(facts, prefix)
-            return Exl3LinearMethod(parts) if parts else compat.UnquantizedLinearMethod()
+            if not parts:
+                return compat.UnquantizedLinearMethod()
+            is_absorbed = prefix.endswith(".kv_b_proj")
+            return DecodedLinearMethod(parts) if is_absorbed else Exl3LinearMethod(parts)
         return None
 
     def hydrated(self, prefix: str) -> CheckpointFacts:
@@ -144,6 +150,20 @@ class Exl3Config(compat.QuantizationConfig):
                 f"without a trellis: {', '.join(plain)}"
             )
         return found
+
+
+def _check_engine(prefix: str) -> None:
+    """No LoRA, which vLLM adds to layers with a `weight`; no loader that knows nothing of ranks."""
+    if compat.has_lora():
+        raise UnsupportedError(
+            f"{prefix}: LoRA adapters are not supported with EXL3 checkpoints; start without "
+            "--enable-lora, or merge the adapter into the model before quantising it"
+        )
+    if (load_format := compat.load_format()) not in LOAD_FORMATS:
+        raise UnsupportedError(
+            f"load format: expected one of {', '.join(LOAD_FORMATS)} for an EXL3 checkpoint, got "
+            f"{load_format!r}; leave --load-format out"
+        )
 
 
 def _announces_exl3(hf_quant_cfg: Mapping[str, Any], hf_config: Any) -> bool:

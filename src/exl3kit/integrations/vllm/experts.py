@@ -1,21 +1,21 @@
 """The fields of one layer's routed experts as flat parameters, and where each stored tensor goes.
 
 A rank holds f slices of each of E experts, f > 1 where the file is cut for f times as many ranks
-(`exl3kit.runtime.experts`). Experts of the same rates lie together: a tier t of E_t experts has
-R = f E_t rows, row i f + j being slice j of its i-th expert, and its blocks lie behind those of the
-tier before it:
+(`exl3kit.runtime.experts`): R = f E rows, row e f + j being slice j of expert e.
 
-    trellis int16   w13: gate (R, H/16, S/16, 16 K), then up   w2: (R, S/16, H/16, 16 K)
+    trellis int16   w13: gate of all rows, then up             w2: all rows
     suh fp16        w13: gate (R, H), then up                  w2: (R, S)
     svh fp16        w13: gate (R, S), then up                  w2: (R, H)
     mcg, mul1 int32 w13: gate (R,), then up                    w2: (R,)
 
-with hidden size H and S intermediate channels in a slice. A vector that the file stores once a
-layer is copied to every row.
+with hidden size H and S intermediate channels in a slice. A row of a trellis is
+(H/16, S/16, 16 K) or (S/16, H/16, 16 K), K being the rate of its matrix. A vector that the file
+stores once for all experts has f rows, one for each slice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -27,14 +27,13 @@ from exl3kit.errors import FormatError
 from exl3kit.format.spec import Codebook
 from exl3kit.format.tensors import check_marker
 from exl3kit.integrations.vllm.params import Cut
-from exl3kit.runtime.experts import RateTier
 
 SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One stored tensor of one shard in one tier.
+    """One stored tensor of one shard of experts with the same rates.
 
     `label` is its name in the checkpoint, {expert} and {rank} standing for numbers; `stored` what
     it must be; `local` the shape of the part that this rank keeps, `cut` where that part lies
@@ -52,55 +51,48 @@ class ExpertTensor:
 class ExpertField:
     """One field of one fused group, e.g. w13_suh: loads each expert's slices into their rows.
 
-    `tensors[tier][shard]` describes what is stored; `ranks` are the file's ranks whose slices this
-    rank holds, `range(1)` where experts are stored whole.
+    `tensors[expert][shard]` describes what is stored; `ranks` are the file's ranks whose slices
+    this rank holds, `range(1)` where experts are stored whole.
     """
 
     name: str
     codebook: Codebook
-    tiers: Sequence[RateTier]
     ranks: range
     tensors: Sequence[dict[str, ExpertTensor]]
     received: set[tuple[str, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._places = {
-            expert: (tier, position)
-            for tier, own in enumerate(self.tiers)
-            for position, expert in enumerate(own.experts)
-        }
-        self._starts: list[dict[str, int]] = []
-        self.numel = 0  # of the flat parameter
-        for tier, shards in enumerate(self.tensors):
-            self._starts.append({})
-            for shard in shards:
-                self._starts[tier][shard] = self.numel
-                self.numel += prod(self._shape(tier, shard))
+        self._starts: dict[str, list[int]] = {}  # of each expert's rows, and the end
+        end = 0
+        for shard, first in self.tensors[0].items():
+            sizes = [prod(own[shard].local) * len(self.ranks) for own in self.tensors]
+            if first.is_shared:
+                sizes[1:] = [0] * (len(sizes) - 1)
+            self._starts[shard] = list(itertools.accumulate(sizes, initial=end))
+            end = self._starts[shard][-1]
+        self.numel = end  # of the flat parameter
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameter."""
         return next(iter(self.tensors[0].values())).stored.dtype
 
-    def _shape(self, tier: int, shard: str) -> tuple[int, ...]:
-        rows = len(self.tiers[tier].experts) * len(self.ranks)
-        return rows, *self.tensors[tier][shard].local
+    @property
+    def width(self) -> int:
+        """Length of a vector."""
+        return next(iter(self.tensors[0].values())).local[-1]
 
-    def block(self, flat: torch.Tensor, tier: int, shard: str) -> torch.Tensor:
-        """The rows of one shard in one tier, (R, ...), a view of the flat parameter."""
-        shape = self._shape(tier, shard)
-        return flat.narrow(0, self._starts[tier][shard], prod(shape)).view(shape)
+    def rows(self, flat: torch.Tensor, shard: str, expert: int) -> torch.Tensor:
+        """The slices of one expert, (f, ...), a view of the flat parameter."""
+        tensor = self.tensors[expert][shard]
+        shape = len(self.ranks), *tensor.local
+        start = self._starts[shard][0 if tensor.is_shared else expert]
+        return flat.narrow(0, start, prod(shape)).view(shape)
 
-    def view(self, flat: torch.Tensor, tier: int) -> torch.Tensor:
-        """One tier as `exl3_moe` takes it: (2, R, ...) for gate and up, (R, ...) for down.
-
-        Gate and up must have one shape; a trellis of two rates is two blocks.
-        """
-        first, *others = self.tensors[tier]
-        shape = self._shape(tier, first)
-        lead = (2,) if others else ()
-        start = self._starts[tier][first]
-        return flat.narrow(0, start, prod(lead + shape)).view(lead + shape)
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """A parameter of matrices of one rate: (2, R, ...) for gate and up, (R, ...) for down."""
+        lead = (len(self._starts), -1) if len(self._starts) > 1 else (-1,)
+        return flat.view(*lead, *next(iter(self.tensors[0].values())).local)
 
     def load(
         self,
@@ -117,16 +109,12 @@ class ExpertField:
         last two dimensions merged (see `loader`). FormatError or CheckpointError name the tensor
         whose shape, dtype or marker is wrong.
         """
-        tier, _ = self._places[expert_id]
-        tensor = self.tensors[tier][shard_id]
+        tensor = self.tensors[expert_id][shard_id]
         parts = self._parts(tensor, loaded_weight, expert_id)
-        slices = len(self.ranks)
-        for expert in self._places if tensor.is_shared else (expert_id,):
-            tier, position = self._places[expert]
-            rows = self.block(param.data, tier, shard_id)
-            for index, part in enumerate(parts):
-                rows[position * slices + index].copy_(part)
-            self.received.add((shard_id, expert))
+        for row, part in zip(self.rows(param.data, shard_id, expert_id), parts, strict=True):
+            row.copy_(part)
+        experts = range(len(self.tensors)) if tensor.is_shared else (expert_id,)
+        self.received |= {(shard_id, expert) for expert in experts}
         return True if return_success else None
 
     def _parts(self, tensor: ExpertTensor, weight: torch.Tensor, expert: int) -> list[torch.Tensor]:
@@ -151,9 +139,8 @@ class ExpertField:
         """Checkpoint names of the tensors not loaded yet."""
         return {
             tensor.label.format(expert=expert, rank=rank)
-            for tier, shards in zip(self.tiers, self.tensors, strict=True)
+            for expert, shards in enumerate(self.tensors)
             for shard, tensor in shards.items()
-            for expert in tier.experts
             for rank in self.ranks
             if (shard, expert) not in self.received
         }

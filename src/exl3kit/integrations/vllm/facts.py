@@ -7,12 +7,15 @@ come from the metadata and the safetensors headers: a module is EXL3 when the fi
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from exl3kit.checkpoint.forms import stored_form
+from exl3kit.checkpoint.inventory import layer_of
 from exl3kit.checkpoint.manifest import SHARED_H, RankSlicedManifest
 from exl3kit.checkpoint.names import (
     check_complete,
@@ -27,6 +30,7 @@ from exl3kit.checkpoint.widths import check_cut, stored_cut
 from exl3kit.errors import CheckpointError, FormatError, UnsupportedError
 from exl3kit.format.spec import TILE, Codebook, bits_from_words
 from exl3kit.integrations.vllm.params import MatrixSpec
+from exl3kit.models.registry import model_map
 from exl3kit.runtime.experts import Rates
 
 _EXPERT_MODULE = re.compile(r"\.experts\.\d+\.[^.]+$")
@@ -93,6 +97,16 @@ class CheckpointFacts:
     linears: Mapping[str, MatrixSpec]
     experts: Mapping[int, ExpertFacts]
 
+    def digest(self) -> str:
+        """32 hex digits that differ where layers would be built differently."""
+        parts = (
+            self.sizes,
+            self.manifest,
+            sorted(self.linears.items()),
+            sorted(self.experts.items()),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
 
 def checkpoint_folder(model_name: str, revision: str | None) -> Path:
     """The folder of a local model, or of a hub model that is in the cache; else CheckpointError."""
@@ -108,6 +122,33 @@ def checkpoint_folder(model_name: str, revision: str | None) -> Path:
             f"{model_name}: neither a folder nor a model in the Hugging Face cache; EXL3 layers "
             f"are built from the files' headers, so download it first: hf download {model_name}"
         ) from error
+
+
+def check_missing(path: Path) -> None:
+    """CheckpointError naming what the model needs outside its routed experts and the files lack.
+
+    vLLM looks for unloaded parameters in unquantised models only: what is missing would keep the
+    values that memory happened to hold. Next-token layers may be left out as a whole. Models that
+    exl3kit has no map of are not checked.
+    """
+    checkpoint = open_checkpoint(path)
+    try:
+        model = model_map(checkpoint.config)
+    except UnsupportedError:
+        return
+    absent = set(model.mtp_layers) - {layer_of(name) for name in checkpoint.names()}
+    missing = [
+        spec.name
+        for spec in model.tensors()
+        if not (
+            spec.is_optional
+            or ".mlp.experts." in spec.name
+            or (layer_of(spec.name) in absent)
+            or stored_form(checkpoint, spec.name, spec.shape)
+        )
+    ]
+    if missing:
+        raise CheckpointError(missing_text("model", missing))
 
 
 def read_facts(path: Path, sizes: ModelSizes) -> CheckpointFacts:
@@ -188,7 +229,7 @@ def _matrix_spec(checkpoint: Checkpoint, module: str) -> MatrixSpec:
 
 
 def _check_linears(linears: Mapping[str, MatrixSpec]) -> None:
-    """vLLM reads the dense weight of two linears itself: one is absorbed, one a bare nn.Linear.
+    """What vLLM's layers cannot take: `eh_proj` of a draft is a bare nn.Linear there.
 
     exllamav3 stores a linear wider than 55,296 as several, `.slice.{i}`; vLLM has one layer for it.
     """
@@ -197,7 +238,7 @@ def _check_linears(linears: Mapping[str, MatrixSpec]) -> None:
             raise UnsupportedError(
                 f"{module}: a linear stored in slices cannot be served; transformers can run it"
             )
-        if module.endswith((".kv_b_proj", ".eh_proj")):
+        if module.endswith(".eh_proj"):
             raise UnsupportedError(
                 f"{module}: vLLM needs this weight dense; store {module}.weight in BF16"
             )

@@ -20,12 +20,6 @@ from exl3kit.integrations.vllm.params import Cut
 class Exl3HeadMethod(Exl3LinearMethod):
     """vLLM quant method of an `lm_head` with a trellis."""
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """(T, in) -> (T, vocabulary of this rank), contiguous because ranks gather it."""
-        first = layer.shard_indices.padded_org_vocab_start_index % HADAMARD_BLOCK
-        logits = super().apply(layer, x).narrow(-1, first, layer.num_embeddings_per_partition)
-        return logits.contiguous() if bias is None else logits + bias
-
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """The head as it is: a file that stores one has untied it, whatever its config says."""
         return layer
@@ -44,3 +38,8 @@ class Exl3HeadMethod(Exl3LinearMethod):
             )
         start, stop = first - first % HADAMARD_BLOCK, last + -last % HADAMARD_BLOCK
         return [Cut(0, in_size, start, stop - start)]
+
+    def _kept(self, layer: Any, out_sizes: list[int]) -> list[slice]:
+        """This rank's columns in those blocks."""
+        first = layer.shard_indices.padded_org_vocab_start_index % HADAMARD_BLOCK
+        return [slice(first, first + out_sizes[0])]

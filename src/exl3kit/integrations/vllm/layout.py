@@ -8,7 +8,6 @@ import torch
 
 from exl3kit.checkpoint.manifest import RankSlicedManifest
 from exl3kit.checkpoint.runtime_checks import RuntimeLayout, check_runtime
-from exl3kit.errors import UnsupportedError
 from exl3kit.integrations.vllm import compat
 from exl3kit.integrations.vllm.facts import ExpertFacts
 
@@ -17,12 +16,6 @@ def check_layer(facts: ExpertFacts, layer: Any, moe: Any, params_dtype: torch.dt
     """Refuse what `check_runtime` refuses; `moe` is vLLM's FusedMoEConfig of `layer`."""
     layout = _layout(layer, moe, params_dtype)
     check_runtime(facts.manifest or _whole_as_sliced(facts, layout.tp_size), layout)
-    for expert, (gate, up, _) in enumerate(facts.rates):
-        if gate != up and layout.device_type != "cpu":
-            raise UnsupportedError(
-                f"layer {facts.layer}, expert {expert}: gate has {gate} bits and up {up}; expected "
-                f"the same for both on {layout.device_type} (down may differ, and so may experts)"
-            )
 
 
 def _layout(layer: Any, moe: Any, params_dtype: torch.dtype) -> RuntimeLayout:

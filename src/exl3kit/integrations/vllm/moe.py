@@ -20,9 +20,16 @@ from exl3kit.integrations.vllm.experts import SHARDS, ExpertField, ExpertTensor
 from exl3kit.integrations.vllm.facts import ExpertFacts
 from exl3kit.integrations.vllm.layout import check_layer
 from exl3kit.integrations.vllm.params import Cut, MatrixSpec, make_parameter
-from exl3kit.runtime.experts import RateTier, TierWeights, exl3_experts, rate_tiers
+from exl3kit.runtime.experts import (
+    ExpertWeights,
+    Rates,
+    exl3_experts,
+    is_uniform,
+    matrix_table,
+)
+from exl3kit.runtime.prepare import prepare_moe
 
-_ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # in the order of a tier's rates
+_ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # in the order of Rates
 _H_SIDE = {("w1", "suh"), ("w3", "suh"), ("w2", "svh")}
 
 
@@ -35,8 +42,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.prefix = prefix
         self.ranks = range(1)
         self.padding = 0  # channels at the end of this rank's part that the model does not have
-        self.tiers: tuple[RateTier, ...] = ()
-        self.maps: list[torch.Tensor | None] = []
+        self.matrices: torch.Tensor | None = None
         self.fields: dict[str, ExpertField] = {}
 
     def maybe_roundup_sizes(
@@ -61,32 +67,39 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         """Allocate every field at full size, unless `check_layer` refuses this layout."""
         check_layer(self.facts, layer, self.moe, params_dtype)
         self.ranks = owned_ranks(self.facts.manifest, self.moe.tp_size, self.moe.tp_rank)
-        self.tiers = rate_tiers(self.facts.rates)
         tp_size = self.moe.tp_size
         width = intermediate_size_per_partition * tp_size
         sizes = hidden_size, padded(width) // tp_size  # as files store it, rounded up to 128
         if self.moe.tp_rank == tp_size - 1:
             self.padding = padded(width) - width
         for group, shards in SHARDS.items():
-            tensors = [
-                {shard: self._tensors(layer, shard, tier, *sizes) for shard in shards}
-                for tier in self.tiers
-            ]
-            for name in tensors[0][shards[0]]:
-                stored = [{s: found[s][name] for s in shards} for found in tensors]
-                field = ExpertField(name, self.facts.codebook, self.tiers, self.ranks, stored)
+            tensors = {
+                rates: {shard: self._tensors(layer, shard, rates, *sizes) for shard in shards}
+                for rates in set(self.facts.rates)
+            }
+            for name in tensors[self.facts.rates[0]][shards[0]]:
+                by_rates = {
+                    rates: {shard: found[shard][name] for shard in shards}
+                    for rates, found in tensors.items()
+                }
+                stored = [by_rates[rates] for rates in self.facts.rates]
+                field = ExpertField(name, self.facts.codebook, self.ranks, stored)
                 parameter = make_parameter((field.numel,), field.dtype, field.load)
                 layer.register_parameter(f"{group}_{name}", parameter)
                 self.fields[f"{group}_{name}"] = field
-        is_mixed = len(self.tiers) > 1
-        experts, slices = self.facts.num_experts, len(self.ranks)
-        self.maps = [tier.make_map(experts, slices) if is_mixed else None for tier in self.tiers]
+        if not is_uniform(self.facts.rates):
+            self.matrices = self._matrix_table().to(layer.w2_suh.device)
+
+    def _matrix_table(self) -> torch.Tensor:
+        rates = [own for own in self.facts.rates for _ in self.ranks]
+        hidden_size, width = (self.fields[f"w2_{name}"].width for name in ("svh", "suh"))
+        return matrix_table(rates, hidden_size, width)
 
     def _tensors(
-        self, layer: Any, shard: str, tier: RateTier, hidden_size: int, width: int
+        self, layer: Any, shard: str, rates: Rates, hidden_size: int, width: int
     ) -> dict[str, ExpertTensor]:
         """What the file stores of one projection, by field; `width` is this rank's part of I."""
-        bits = tier.rates[list(_ROLES).index(shard)]
+        bits = rates[list(_ROLES).index(shard)]
         if self.facts.is_sliced:
             width //= len(self.ranks)
             whole, start = width, 0
@@ -128,34 +141,31 @@ class Exl3MoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor of every local expert came; no repacking takes place.
 
-        Maps are written again, in place since CUDA graphs hold their address: sleep of level 2
+        Kernels are loaded now, before vLLM measures the memory that is left, and not in a step.
+        The table is written again, in place since CUDA graphs hold their address: sleep of level 2
         discards all memory of the model, and a reload brings back parameters alone.
         """
         missing = {name for field in self.fields.values() for name in field.missing()}
         check_complete(self.facts.layer, missing)
         if self.padding:
             self._check_padding(layer)
-        for tier, expert_map in zip(self.tiers, self.maps, strict=True):
-            if expert_map is not None:
-                expert_map.copy_(tier.make_map(self.facts.num_experts, len(self.ranks)))
+        if self.matrices is not None:
+            self.matrices.copy_(self._matrix_table())
         for field in self.fields.values():
             field.received.clear()
+        prepare_moe(self.facts.rates, self.facts.codebook, layer.w2_suh.device)
 
     def _check_padding(self, layer: Any) -> None:
         """CheckpointError if channels that only fill the width up would reach the output."""
-        field, slices = self.fields["w13_svh"], len(self.ranks)
-        for index, tier in enumerate(self.tiers):
-            sides = {
-                field.tensors[index][shard].label: field.block(layer.w13_svh, index, shard).cpu()
-                for shard in SHARDS["w13"]
+        field = self.fields["w13_svh"]
+        for expert, shards in enumerate(field.tensors):
+            vectors = {
+                tensor.label.format(expert=expert, rank=self.ranks[-1]): field.rows(
+                    layer.w13_svh, shard, expert
+                )[-1].cpu()
+                for shard, tensor in shards.items()
             }
-            for row, expert in enumerate(tier.experts):
-                last = row * slices + slices - 1
-                vectors = {
-                    label.format(expert=expert, rank=self.ranks[-1]): rows[last]
-                    for label, rows in sides.items()
-                }
-                check_padding(vectors, self.padding)
+            check_padding(vectors, self.padding)
 
     def apply(
         self,
@@ -170,27 +180,13 @@ class Exl3MoEMethod(FusedMoEMethodBase):
 
         vLLM adds shared experts, scales and reduces; the arguments it passes for that are ignored.
         """
-        tiers = [self._weights(layer, index) for index in range(len(self.tiers))]
+        views = [self._view(layer, name) for name in ExpertWeights._fields[:-1]]
+        weights = ExpertWeights(*views, matrices=self.matrices)
         codebook, slices = str(self.facts.codebook), len(self.ranks)
-        return exl3_experts(x, topk_weights, topk_ids, tiers, codebook, slices)
+        return exl3_experts(x, topk_weights, topk_ids, weights, codebook, slices)
 
-    def _weights(self, layer: Any, tier: int) -> TierWeights:
-        """Views of the parameters, nothing is copied."""
-
-        def view(name: str) -> torch.Tensor:
-            return self.fields[name].view(getattr(layer, name), tier)
-
-        def gate_and_up() -> tuple[torch.Tensor, torch.Tensor]:
-            field, flat = self.fields["w13_trellis"], layer.w13_trellis
-            return field.block(flat, tier, "w1"), field.block(flat, tier, "w3")
-
-        gate, up, _ = self.tiers[tier].rates
-        return TierWeights(
-            w13_trellis=view("w13_trellis") if gate == up else gate_and_up(),
-            w13_suh=view("w13_suh"),
-            w13_svh=view("w13_svh"),
-            w2_trellis=view("w2_trellis"),
-            w2_suh=view("w2_suh"),
-            w2_svh=view("w2_svh"),
-            expert_map=self.maps[tier],
-        )
+    def _view(self, layer: Any, name: str) -> torch.Tensor:
+        """A parameter as the op takes it; nothing is copied. Trellises with a table stay flat."""
+        flat = getattr(layer, name)
+        is_flat = self.matrices is not None and name.endswith("trellis")
+        return flat if is_flat else self.fields[name].view(flat)
