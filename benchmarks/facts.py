@@ -16,11 +16,12 @@ ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
 
 
-def facts() -> dict[str, str]:
-    """Date, processor, load, versions, commit and command line, as text."""
+def facts(device: str = "cpu") -> dict[str, str]:
+    """Date, processor, load, the GPU if `device` is one, versions, commit and command, as text."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
     ).stdout.strip()
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
     script = Path(sys.argv[0]).name
@@ -29,6 +30,7 @@ def facts() -> dict[str, str]:
         "cpu": next(names, "unknown"),
         "cores": str(os.cpu_count()),
         "load_average": f"{os.getloadavg()[0]:.1f}",
+        **gpu,
         "torch": torch.__version__,
         "commit": commit,
         "command": f"python benchmarks/{script} {' '.join(sys.argv[1:])}".strip(),

@@ -12,6 +12,7 @@ from exl3kit.errors import CheckpointError
 from exl3kit.evaluate.metrics import (
     Index,
     TokenMetrics,
+    exp_or_infinity,
     interval,
     summarize,
     token_metrics,
@@ -78,6 +79,14 @@ def test_logits_that_are_not_finite_are_refused(name: str, bad: int) -> None:
 
 def metrics_of(kld: torch.Tensor, nll: torch.Tensor) -> TokenMetrics:
     return TokenMetrics(nll, torch.full_like(nll, 2.0), kld, (kld < 0.5).double())
+
+
+def test_a_perplexity_beyond_float64_is_infinite() -> None:
+    nll = torch.full((2, 5), 710.0, dtype=torch.float64)
+    quality = summarize(metrics_of(torch.zeros(2, 5), nll))
+    assert quality.perplexity == math.inf
+    assert quality.intervals["perplexity"] == (math.inf, math.inf)
+    assert exp_or_infinity(709.0) == pytest.approx(math.exp(709))
 
 
 def test_summary_figures() -> None:

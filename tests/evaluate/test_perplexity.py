@@ -11,7 +11,8 @@ import torch
 from exl3kit.checkpoint.open import Checkpoint, open_checkpoint
 from exl3kit.errors import UnsupportedError
 from exl3kit.evaluate.perplexity import perplexity
-from exl3kit.quantize.calibration import TextError, encode_text
+from exl3kit.quantize.calibration import encode_text
+from exl3kit.quantize.documents import TextError
 from exl3kit.testing.dense import write_dense_twin
 from exl3kit.testing.generate import make_rank_sliced
 from exl3kit.testing.tiny_model import TinyGlm4Moe, write_tiny_model

@@ -22,15 +22,17 @@ def compare(
     text: str,
     window: int = 512,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> TokenMetrics:
     """Every predicted token of `text`, in windows of `window` tokens that do not overlap.
 
-    `metrics.summarize` makes figures of it. `progress` counts the layers of both. CheckpointError
+    `metrics.summarize` makes figures of it. `progress` counts the layers of both, which run on
+    `device`. CheckpointError
     when the two do not have the same vocabulary or do not make the same tokens of the text.
     """
     tokens = shared_windows(candidate, reference, text, window)
-    expected = final_states(reference, tokens, _half(progress, 0))
-    reached = final_states(candidate, tokens, _half(progress, 1))
+    expected = final_states(reference, tokens, _half(progress, 0), device)
+    reached = final_states(candidate, tokens, _half(progress, 1), device)
     return compare_states(reached, expected, tokens)
 
 
@@ -59,11 +61,11 @@ def shared_windows(candidate: Checkpoint, reference: Checkpoint, text: str, wind
 
 @torch.inference_mode()
 def compare_states(candidate: FinalStates, reference: FinalStates, tokens: Tensor) -> TokenMetrics:
-    """Metrics from both models' states on token rows (R, S), one window's logits at a time."""
+    """Metrics, on the CPU, from both models' states on token rows (R, S), a window at a time."""
     windows = [
         token_metrics(reference.logits(i), candidate.logits(i), row[1:])
-        for i, row in enumerate(tokens)
+        for i, row in enumerate(tokens.to(reference.hidden.device))
     ]
     columns = ("nll", "reference_nll", "kld", "agrees")
-    stacked = [torch.stack([getattr(w, column) for w in windows]) for column in columns]
+    stacked = [torch.stack([getattr(w, column) for w in windows]).cpu() for column in columns]
     return TokenMetrics(*stacked)

@@ -106,9 +106,9 @@ def summarize(metrics: TokenMetrics, seed: int = 0) -> Quality:
     )
     kld = metrics.kld.numpy()
     figures: dict[str, Callable[[Index], float]] = {
-        "perplexity": lambda i: float(np.exp(nll[i].mean())),
-        "reference_perplexity": lambda i: float(np.exp(reference[i].mean())),
-        "perplexity_ratio": lambda i: float(np.exp((nll - reference)[i].mean())),
+        "perplexity": lambda i: exp_or_infinity(nll[i].mean()),
+        "reference_perplexity": lambda i: exp_or_infinity(reference[i].mean()),
+        "perplexity_ratio": lambda i: exp_or_infinity((nll - reference)[i].mean()),
         "kld_mean": lambda i: float(kld[i].mean()),
         "kld_median": lambda i: float(np.median(kld[i])),
         "kld_p99": lambda i: float(np.quantile(kld[i], 0.99)),
@@ -124,11 +124,18 @@ def summarize(metrics: TokenMetrics, seed: int = 0) -> Quality:
     )
 
 
+def exp_or_infinity(x: float) -> float:
+    """exp(x), infinite above the 709.78 from which on float64 has no number for it."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(x))
+
+
 def interval(figure: Callable[[Index], float], windows: int, seed: int) -> Interval | None:
     """95 % bootstrap interval of `figure(i)`, taken over the windows `i`; None for one window."""
     if windows < 2:
         return None
     draws = np.random.default_rng(seed).integers(0, windows, (RESAMPLES, windows))
     resampled = [figure(draw) for draw in draws]
-    low, high = np.quantile(resampled, (_TAIL, 1 - _TAIL)).tolist()
+    # A resampled value as it is, not one between two, which of infinite ones would be NaN.
+    low, high = np.quantile(resampled, (_TAIL, 1 - _TAIL), method="inverted_cdf").tolist()
     return low, high

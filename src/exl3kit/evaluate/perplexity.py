@@ -6,14 +6,13 @@ from those before it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from exl3kit.evaluate.metrics import Interval, interval, token_nll
+from exl3kit.evaluate.metrics import Interval, exp_or_infinity, interval, token_nll
 from exl3kit.evaluate.states import Progress, final_states, text_windows
 from exl3kit.models.registry import model_map
 
@@ -43,23 +42,26 @@ def perplexity(
     window: int = 512,
     progress: Progress | None = None,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Perplexity:
     """Perplexity of `text` under `checkpoint`; `window` in tokens, `seed` draws the resamples.
 
-    A tail shorter than a window is left out. `progress` is given the layers done and their total.
+    Infinite where float64 has no number for it. A tail shorter than a window is left out.
+    `progress` is given the layers done and their total.
     Raises TextError when the text is shorter than one window and UnsupportedError for an
     architecture without a forward pass.
     """
     vocab_size = model_map(checkpoint.config).vocab_size
     tokens = text_windows(text, checkpoint.path, vocab_size, window)
-    states = final_states(checkpoint, tokens, progress)
+    states = final_states(checkpoint, tokens, progress, device)
+    rows = tokens.to(states.hidden.device)
     means = np.array(
-        [float(token_nll(states.logits(i), row[1:]).mean()) for i, row in enumerate(tokens)]
+        [float(token_nll(states.logits(i), row[1:]).mean()) for i, row in enumerate(rows)]
     )
     nll = float(means.mean())
     return Perplexity(
-        perplexity=math.exp(nll),
-        interval=interval(lambda i: float(np.exp(means[i].mean())), len(means), seed),
+        perplexity=exp_or_infinity(nll),
+        interval=interval(lambda i: exp_or_infinity(means[i].mean()), len(means), seed),
         nll=nll,
         predicted_tokens=tokens[:, 1:].numel(),
         windows=len(tokens),

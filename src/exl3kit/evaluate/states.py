@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exl3kit.models.forward import Carry, ForwardModel, forward_model
 from exl3kit.models.module_weights import ModuleWeights
-from exl3kit.quantize.calibration import encode_text
+from exl3kit.quantize.calibration import encode_text, token_windows
 from exl3kit.quantize.documents import TextError
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class FinalStates:
-    """`hidden` (R, S, H) after the last layer; `norm` (H,) and `head` (V, H) follow it."""
+    """`hidden` (R, S, H) after the last layer; `norm` (H,) and `head` (V, H) follow it.
+
+    All on the device that the pass ran on.
+    """
 
     model: ForwardModel
     hidden: Tensor
@@ -49,30 +52,23 @@ def text_windows(text: str, folder: Path, vocab_size: int, window: int) -> Tenso
     """
     if window < 2:
         raise TextError(f"window: expected at least 2 tokens, got {window}")
-    tokens = encode_text(text, folder, vocab_size)
-    count = len(tokens) // window
-    if count == 0:
-        raise TextError(
-            f"text: {len(tokens)} tokens, expected at least one window of {window}; "
-            "give a longer text or a smaller window"
-        )
-    return tokens[: count * window].view(count, window)
+    return token_windows(encode_text(text, folder, vocab_size), window)
 
 
 @torch.inference_mode()
 def final_states(
-    checkpoint: Checkpoint, tokens: Tensor, progress: Progress | None = None
+    checkpoint: Checkpoint, tokens: Tensor, progress: Progress | None = None, device: str = "cpu"
 ) -> FinalStates:
-    """Run token rows (R, S) int64 through all layers but the next-token ones.
+    """Run token rows (R, S) int64 through all layers but the next-token ones, on `device`.
 
     UnsupportedError for an architecture without a forward pass here.
     """
-    model = forward_model(checkpoint.config)
-    weights = ModuleWeights(checkpoint)
-    x = model.embed(tokens, weights["model.embed_tokens.weight"])
+    model, on = forward_model(checkpoint.config), torch.device(device)
+    weights = ModuleWeights(checkpoint, "", on)
+    x = model.embed(tokens.to(on), weights["model.embed_tokens.weight"])
     carry = Carry()
     for layer in range(model.num_hidden_layers):
-        own = ModuleWeights(checkpoint, f"model.layers.{layer}.")
+        own = ModuleWeights(checkpoint, f"model.layers.{layer}.", on)
         x = model.decoder_layer(x, own, layer, carry)
         if progress is not None:
             progress(layer + 1, model.num_hidden_layers)

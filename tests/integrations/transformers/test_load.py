@@ -71,15 +71,24 @@ def test_cast_and_move_leave_packed_weights_alone(sliced: Callable[..., Path]) -
 
 
 def test_weights_are_in_memory_once(sliced: Callable[..., Path]) -> None:
-    """The named buffers of experts are rows of the tiers that the kernel reads."""
+    """The named buffers of experts are parts of what the kernel reads."""
     model = load(sliced("glm4_moe", (3, 4, 3, 4), 2, (1, 1)))
     experts = model.model.layers[1].mlp.experts
-    tiers = {tier.w13_trellis.untyped_storage().data_ptr() for tier in experts.tiers}
-    assert len(tiers) == 2
+    packed = experts.weights.w13_trellis.untyped_storage().data_ptr()
     for expert in range(4):
         trellis = experts.get_buffer(f"{expert}.up_proj.rank1.trellis")
-        assert trellis.untyped_storage().data_ptr() in tiers
+        assert trellis.untyped_storage().data_ptr() == packed
     assert not list(experts.parameters())
+
+
+@pytest.mark.parametrize(("layout", "rows"), [("per_expert_v1", 8), ("shared_h_v1", 2)])
+def test_shared_vectors_are_in_memory_once(
+    layout: str, rows: int, sliced: Callable[..., Path]
+) -> None:
+    """One for each of two slices, not for each slice of four experts."""
+    model = load(sliced("glm4_moe", 3, 2, (1, 1), rotation_layout=layout))
+    weights = model.model.layers[1].mlp.experts.weights
+    assert (weights.w13_suh.shape[:2], len(weights.w2_svh)) == ((2, rows), rows)
 
 
 def test_state_dict_loads_back(ordinary: Callable[..., Path]) -> None:
@@ -94,7 +103,7 @@ def test_state_dict_loads_back(ordinary: Callable[..., Path]) -> None:
     assert torch.equal(logits(model, tokens()), expected)
     state["model.layers.1.mlp.experts.0.up_proj.trellis"].zero_()
     model.load_state_dict(state, assign=True)
-    assert not model.model.layers[1].mlp.experts.tiers[0].w13_trellis[1, 0].any()
+    assert not model.model.layers[1].mlp.experts.weights.w13_trellis[1, 0].any()
 
 
 @pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto"])
@@ -290,3 +299,12 @@ def test_quantising_is_refused(tmp_path: Path) -> None:
     checkpoint = write_plain(tmp_path / "plain", tiny_config_of("llama"))
     with pytest.raises(UnsupportedError, match="exl3kit quantize"):
         AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=Exl3Config())
+
+
+@pytest.mark.slow
+def test_compiled_is_one_graph(ordinary: Callable[..., Path]) -> None:
+    """By inductor, experts included: no break, and the same logits but for fused roundings."""
+    model = load(ordinary("qwen3_moe", num_hidden_layers=1))
+    compiled = torch.compile(model, fullgraph=True)
+    found = agreement(logits(compiled, tokens()), logits(model, tokens()))
+    assert found.cosine > 1 - 1e-10 and found.top1 == 1.0, found

@@ -2,8 +2,8 @@
 
 Buffers carry the checkpoint's names: `3.gate_proj.trellis`; in a rank-sliced file
 `3.gate_proj.rank1.trellis` and `shared_h.gate_proj.rank1.suh`; in an r7 one `r7_shared.down_svh`.
-Once loaded, the experts of one rate are copied behind one another for the kernel and the named
-buffers become views of its rows, so the weights are in memory once.
+Once loaded, the experts are copied behind one another for the kernel and the named buffers become
+views of its rows, so the weights are in memory once.
 
 A rank-sliced file is expanded (`runtime.experts`): each slice of an expert becomes an expert, which
 is exact for every file, whatever its hidden-side vectors.
@@ -30,7 +30,12 @@ from exl3kit.integrations.transformers.linear import (
     stored_fields,
     without_cast,
 )
-from exl3kit.runtime.experts import TierWeights, exl3_experts, rate_tiers
+from exl3kit.runtime.experts import (
+    ExpertWeights,
+    exl3_experts,
+    is_uniform,
+    matrix_table,
+)
 
 Slice = tuple[Exl3Tensor, Exl3Tensor, Exl3Tensor]  # gate, up and down of one rank's part
 _FIELDS = ("trellis", "suh", "svh")
@@ -50,7 +55,7 @@ class Exl3Experts(torch.nn.Module):
         self.name, self.num_experts = name, num_experts
         self.is_sliced, self.slices = tp is not None, tp or 1
         self.codebook = next((m for m in ("mcg", "mul1") if _has_leaf(infos, m)), "3inst")
-        self.tiers: list[TierWeights] = []
+        self.weights: ExpertWeights | None = None
         for path, info in infos.items():
             register_tensor(self, path, info)
         self.register_load_state_dict_post_hook(_pack_again)
@@ -74,14 +79,15 @@ class Exl3Experts(torch.nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """(T, H), ids (T, top_k), weights (T, top_k) -> (T, H) in the dtype of hidden_states."""
-        x = extend(hidden_states, self.tiers[0].w2_svh.shape[-1])
+        assert self.weights is not None, "finish() packs the weights before the first call"
+        x = extend(hidden_states, self.weights.w2_svh.shape[-1])
         weights, ids = top_k_weights.float().contiguous(), top_k_index.contiguous()
-        y = exl3_experts(x, weights, ids, self.tiers, self.codebook, self.slices)
+        y = exl3_experts(x, weights, ids, self.weights, self.codebook, self.slices)
         return crop(y, hidden_states.shape[-1])
 
     def __repr__(self) -> str:
         """One line in `print(model)`, not four for each expert."""
-        sizes = f"experts={self.num_experts}, slices={self.slices}, tiers={len(self.tiers)}"
+        sizes = f"experts={self.num_experts}, slices={self.slices}"
         return f"{type(self).__name__}({sizes}, codebook={self.codebook})"
 
     def _experts(self) -> list[list[Slice]]:
@@ -122,38 +128,54 @@ class Exl3Experts(torch.nn.Module):
             raise UnsupportedError(f"{part[0].name}: a bias of a routed expert is not supported")
 
     def _pack(self, experts: list[list[Slice]]) -> None:
-        """Copy the experts of each rate behind one another."""
-        tiers = rate_tiers([(g.bits, u.bits, d.bits) for (g, u, d), *_ in experts])
-        self.tiers = []
-        for tier in tiers:
-            gate, up, down = zip(*(s for e in tier.experts for s in experts[e]), strict=True)
-            w13 = {f"w13_{field}": self._stack(field, (gate, up)) for field in ("suh", "svh")}
-            trellis = (
-                self._stack("trellis", (gate, up))
-                if gate[0].bits == up[0].bits
-                else (self._stack("trellis", (gate,))[0], self._stack("trellis", (up,))[0])
-            )
-            w2 = {f"w2_{field}": self._stack(field, (down,))[0] for field in _FIELDS}
-            rows = None
-            if len(tiers) > 1:
-                rows = tier.make_map(self.num_experts, self.slices).to(w2["w2_suh"].device)
-            self.tiers.append(TierWeights(trellis, **w13, **w2, expert_map=rows))
+        """Copy the experts behind one another, slice by slice."""
+        slices = [part for expert in experts for part in expert]
+        rates = [(gate.bits, up.bits, down.bits) for gate, up, down in slices]
+        gates, ups, downs = zip(*slices, strict=True)
+        width, hidden_size = len(downs[0].suh), len(downs[0].svh)
+        lead13, lead2 = (2, -1), (-1,)
+        trellis = {"w13_trellis": self._join("trellis", (*gates, *ups))}
+        trellis["w2_trellis"] = self._join("trellis", downs)
+        matrices = None
+        if is_uniform(rates):
+            trellis["w13_trellis"] = trellis["w13_trellis"].view(*lead13, *gates[0].trellis.shape)
+            trellis["w2_trellis"] = trellis["w2_trellis"].view(*lead2, *downs[0].trellis.shape)
+        else:
+            matrices = matrix_table(rates, hidden_size, width).to(downs[0].suh.device)
+        self.weights = ExpertWeights(
+            w13_suh=self._vectors("suh", gates, ups).view(*lead13, hidden_size),
+            w13_svh=self._vectors("svh", gates, ups).view(*lead13, width),
+            w2_suh=self._vectors("suh", downs).view(*lead2, width),
+            w2_svh=self._vectors("svh", downs).view(*lead2, hidden_size),
+            matrices=matrices,
+            **trellis,
+        )
 
-    def _stack(self, field: str, sides: Sequence[Sequence[Exl3Tensor]]) -> torch.Tensor:
-        """`field` of all tensors as one (sides, experts, …); buffers become views of its rows.
+    def _vectors(self, field: str, *sides: Sequence[Exl3Tensor]) -> torch.Tensor:
+        """All vectors, behind one another; one a slice where all experts share those of a side."""
+        pairs = [(side[0], side[-self.slices]) for side in sides]  # of the first and last expert
+        is_shared = all(getattr(first, field) is getattr(last, field) for first, last in pairs)
+        rows = self.slices if is_shared else len(sides[0])
+        return self._join(field, [tensor for side in sides for tensor in side[:rows]])
+
+    def _join(self, field: str, tensors: Sequence[Exl3Tensor]) -> torch.Tensor:
+        """`field` of all tensors, flat; buffers become views of their part.
 
         Each source is freed once it is copied, so only one field of a layer is held twice.
         """
-        first = getattr(sides[0][0], field)
-        stack = first.new_empty((len(sides), len(sides[0]), *first.shape))
-        for side, tensors in enumerate(sides):
-            for row, tensor in enumerate(tensors):
-                view = stack[side, row].copy_(getattr(tensor, field))
-                setattr(tensor, field, view)
-                owner = self.get_submodule(self._below(tensor.name))
-                if field in owner._buffers:  # a shared vector is nobody's own
-                    owner._buffers[field] = view
-        return stack
+        sources = [getattr(tensor, field) for tensor in tensors]
+        flat = sources[0].new_empty(sum(source.numel() for source in sources))
+        del sources
+        end = 0
+        for tensor in tensors:
+            source = getattr(tensor, field)
+            view = flat[end : end + source.numel()].view_as(source).copy_(source)
+            end += source.numel()
+            setattr(tensor, field, view)
+            owner = self.get_submodule(self._below(tensor.name))
+            if field in owner._buffers:  # a shared vector is nobody's own
+                owner._buffers[field] = view
+        return flat
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Exl3Experts:
         """Move the buffers, never cast them, and pack them again where they then lie."""
@@ -168,5 +190,5 @@ def _has_leaf(infos: Mapping[str, TensorInfo], leaf: str) -> bool:
 
 def _pack_again(experts: Exl3Experts, *_: object) -> None:
     """After buffers were exchanged for others: a move, or `load_state_dict` with assign=True."""
-    if experts.tiers:
+    if experts.weights is not None:
         experts._pack(experts._experts())
