@@ -5,7 +5,7 @@ the matrix; where they are few, K is cut into splits, which the cores take for e
 
 Panel: decode the matrix to fp16 (prefill_panel) and let cuBLAS multiply, with float32 sums.
 
-`heuristics.choose_way` says which is faster. Within a way and a number of splits a row's bits
+`heuristics.uses_panel` says which is faster. Within a way and a number of splits a row's bits
 depend on nothing but the row; docs/numerics.md.
 """
 
