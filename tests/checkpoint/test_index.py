@@ -44,7 +44,7 @@ def test_deleted_shard_is_named_with_or_without_index(tmp_path: Path, keeps_inde
     (tmp_path / TWO).unlink()
     if not keeps_index:
         (tmp_path / INDEX_NAME).unlink()
-    assert f"missing shards: {TWO}" in refusal(tmp_path)
+    assert f"missing shards: {TWO}; copy or download them" in refusal(tmp_path)
 
 
 def test_tensor_that_is_not_in_its_shard(tmp_path: Path) -> None:

@@ -77,7 +77,10 @@ def test_option_that_is_none(ordinary: Path, tmp_path: Path, key: str) -> None:
 
 
 def test_plain_and_unknown_sources(plain: Path, ordinary: Path, tmp_path: Path) -> None:
-    refused(plain, tmp_path / "o", SliceOptions(2), "expected an EXL3 checkpoint, got a plain one")
+    error = refused(
+        plain, tmp_path / "o", SliceOptions(2), "expected an EXL3 checkpoint, got a plain one"
+    )
+    assert "exl3kit quantize" in str(error)
     refused(tmp_path / "x", tmp_path / "o", SliceOptions(2), "found none")
     other = rewrite(ordinary, tmp_path / "m", config={"architectures": ["Nothing"]})
     refused(other, tmp_path / "o", SliceOptions(2), "got 'Nothing'")

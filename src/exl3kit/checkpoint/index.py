@@ -25,6 +25,7 @@ from exl3kit.log import get_logger, warn_once
 _log = get_logger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})\.safetensors")
+_FETCH = "copy or download them"
 _MAX_SHARDS = 100_000
 _MOST_NAMED = 8
 
@@ -132,7 +133,7 @@ def _missing_siblings(folder: Path, files: tuple[Path, ...]) -> list[str]:
         ]
         if names:
             total = count - sum(number in expected for number in numbers)
-            faults.append(f"{folder}: missing shards: {some(names, total)}")
+            faults.append(f"{folder}: missing shards: {some(names, total)}; {_FETCH}")
     return faults
 
 
@@ -152,7 +153,7 @@ def _index_faults(
     absent = {file for file in lost.values() if not (folder / file).exists()}
     faults = []
     if absent:
-        faults.append(f"{INDEX_NAME}: missing shards: {some(sorted(absent))}")
+        faults.append(f"{INDEX_NAME}: missing shards: {some(sorted(absent))}; {_FETCH}")
     if names := [name for name, file in lost.items() if file in headers]:
         faults.append(f"{INDEX_NAME}: tensors that are not in their shard: {some(names)}")
     return faults, _stale(found, headers, set(weight_map))

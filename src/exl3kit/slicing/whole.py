@@ -35,7 +35,10 @@ def expert_set(checkpoint: Checkpoint, model: ModelMap) -> ExpertSet:
             "engines cut its linears while they load them"
         )
     if checkpoint.dialect == PLAIN:
-        raise SliceError(f"{checkpoint.path}: expected an EXL3 checkpoint, got a plain one")
+        raise SliceError(
+            f"{checkpoint.path}: expected an EXL3 checkpoint, got a plain one; `exl3kit quantize "
+            "SRC OUT --tp N` makes one that is cut already"
+        )
     manifest = checkpoint.manifest or whole_manifest(checkpoint, model)
     if faults := contradictions(manifest, model):
         raise SliceError(faults[0])
