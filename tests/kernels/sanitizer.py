@@ -70,7 +70,8 @@ def _runtime(compiler: str, name: str) -> str:
 def main() -> int:
     """Run pytest on the kernel tests, or on what the command line names."""
     kind, *arguments = sys.argv[1:]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    # Captured as a whole, stderr would be lost with the report that ends the process.
+    command = [sys.executable, "-m", "pytest", "-xq", "--capture=sys", "-p", "no:cacheprovider"]
     return subprocess.run(
         [*command, *(arguments or KERNEL_TESTS)], cwd=ROOT, env=environment(kind)
     ).returncode

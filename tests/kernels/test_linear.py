@@ -93,7 +93,7 @@ def test_threads_do_not_show(isa: int) -> None:
 
 
 def test_callers_on_several_threads(isa: int) -> None:
-    """The interpreter's lock is released during a call, and all share one pool."""
+    """The interpreter's lock is released during a call; each caller has its own helpers."""
     x = random_rows(17, 256)
     expected = run(x, WEIGHTS, isa)
     with ThreadPoolExecutor(4) as callers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -41,7 +42,7 @@ used = time.process_time() - before
 assert used < 0.1, f"idle threads used {used} s of 0.5"
 """
 
-# Workers of a server have torch's count lowered: the pool must not start more.
+# Workers of a server have torch's count lowered: no more threads may start.
 FOLLOW = """
 def tasks():
     return len(os.listdir("/proc/self/task"))
@@ -51,6 +52,28 @@ before = tasks()
 assert torch.equal(run(None), expected) and tasks() == before
 torch.set_num_threads(3)
 assert torch.equal(run(None), expected) and tasks() == before + 2
+"""
+
+# OpenMP binds its threads, the caller among them, to a core each: the second must work on its own.
+BOUND = """
+def ticks():  # of processor time, by task
+    stats = {}
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        stats[int(task)] = int(fields[11]) + int(fields[12])
+    return stats
+
+weights = random_exl3(1024, 1024, 3)
+x = random_rows(9, 1024)
+run(2)
+time.sleep(0.3)
+before, start = ticks(), time.monotonic()
+while time.monotonic() - start < 1:
+    run(2)
+used = {task: value - before.get(task, 0) for task, value in ticks().items()}
+busy = [os.sched_getaffinity(task) for task, value in used.items() if value >= 5]
+assert len(busy) == 2 and not set.intersection(*busy), (used, busy)
 """
 
 # 64 experts of 3 x 1024 x 512 weights at 3 bits: 37.7 MB of trellis. Dense they would take 201 MB
@@ -78,15 +101,32 @@ assert peak <= 0.15 * trellis_bytes, f"{peak} bytes beside {trellis_bytes} of tr
 """
 
 
+def run_python(body: str, variables: dict[str, str] | None = None) -> None:
+    """Run PRELUDE and `body` in a python with `variables` set; its errors are the test's."""
+    if cpu_library() is None:
+        pytest.skip("no C++ compiler: the kernels do not exist here")
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + body],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | (variables or {}),
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "body",
     [FORK, IDLE, FOLLOW, MEMORY],
     ids=["fork", "idle threads sleep", "as many as torch", "memory beside the trellis"],
 )
 def test_process(body: str) -> None:
-    if cpu_library() is None:
-        pytest.skip("no C++ compiler: the kernels do not exist here")
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + body], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(body)
+
+
+def test_threads_work_on_the_cores_they_are_bound_to() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("one core")
+    places = ",".join(f"{{{core}}}" for core in cores)
+    run_python(BOUND, {"OMP_PROC_BIND": "close", "OMP_PLACES": places, "OMP_NUM_THREADS": "2"})

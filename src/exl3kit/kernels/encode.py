@@ -14,7 +14,8 @@ import torch
 from exl3kit.errors import CompileError, FormatError
 from exl3kit.format.codebook import codebook_values
 from exl3kit.format.spec import TILE_SIZE, check_bits, check_codebook
-from exl3kit.jit.cpu import ISA_NAMES, cpu_isa, cpu_library
+from exl3kit.jit.cpu import ISA_NAMES, cpu_isa
+from exl3kit.kernels.launch import require_library
 
 HALF_MAX = 65504.0
 
@@ -49,15 +50,13 @@ def encode_tiles(
     tiles: float32 (n, 256) in stream order, already in the codebook's scale; rounded to fp16.
     threads: default torch.get_num_threads(); the result does not depend on it.
     isa: an index into `jit.cpu.ISA_NAMES`, default the one in use.
-    Raises FormatError for values fp16 cannot hold and for rates the codebook lacks, CompileError
-    where there is no library or the library lacks the tier.
+    Raises FormatError for values fp16 cannot hold and for rates the codebook lacks,
+    UnsupportedError where there is no library, CompileError where it lacks the tier.
     """
     name = check_codebook(codebook)
     rate = check_bits(bits, name)
     checked = check_tiles(tiles)
-    library = cpu_library()
-    if library is None:
-        raise CompileError("trellis encoder: expected a C++ compiler, got none; install g++")
+    library = require_library()
     chosen = cpu_isa() if isa is None else isa
     states = torch.empty(checked.shape, dtype=torch.int32)
     failed = library.exl3_encode_tiles(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from pathlib import Path
 
 import torch
 
 from exl3kit.errors import UnsupportedError
 from exl3kit.format.spec import Codebook, check_codebook
 from exl3kit.jit.cpu import cpu_library
+from exl3kit.log import get_logger, warn_once
 
 # Values of the enums in kernels/cpu/exl3_cpu.h.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CODEBOOK_CODES = {Codebook.THREE_INST: 0, Codebook.MCG: 1, Codebook.MUL1: 2}
+
+_log = get_logger(__name__)
 
 
 def codebook_code(codebook: str) -> int:
@@ -35,11 +40,35 @@ def alloc_floats(count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.float32)
 
 
+@functools.cache
 def require_library() -> ctypes.CDLL:
-    """The kernel library; UnsupportedError where no compiler made one (callers choose before)."""
+    """The kernel library, its loops on torch's threads.
+
+    Raises UnsupportedError where no compiler made one: callers choose before.
+    """
     library = cpu_library()
     if library is None:
-        raise UnsupportedError("CPU kernels: expected a C++ compiler, got none; use the reference")
+        raise UnsupportedError("CPU kernels: expected a C++ compiler, got none; install g++")
     for name in ("exl3_linear_workspace", "exl3_moe_workspace"):
         getattr(library, name).restype = ctypes.c_int64
+    library.exl3_use_team(_team_of_torch())
     return library
+
+
+def _team_of_torch() -> ctypes.c_void_p:
+    """Address of the function that starts the threads of the OpenMP runtime which torch uses.
+
+    A preloaded runtime is in the process's own scope and comes before the one torch brings, for
+    torch as for us: two runtimes in a process would be two sets of threads on the same cores.
+    """
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+        try:
+            return ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p)
+        except (OSError, AttributeError):
+            continue
+    warn_once(
+        _log,
+        "no-openmp",
+        "CPU kernels: expected a torch with OpenMP, got one without; they run on one thread",
+    )
+    return ctypes.c_void_p(None)

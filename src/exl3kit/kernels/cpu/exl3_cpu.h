@@ -60,6 +60,10 @@ struct MoeArgs {
 // The highest tier that was compiled and that this machine can run.
 EXL3_API int exl3_cpu_isa_max(void);
 
+// Run the loops of all calls to come on the threads of an OpenMP runtime, `gomp_parallel` being the
+// address of its GOMP_parallel; on the caller alone when it is null, and until this is called.
+EXL3_API void exl3_use_team(void* gomp_parallel);
+
 EXL3_API int64_t exl3_linear_workspace(int64_t tokens, int64_t k, int64_t threads);
 EXL3_API void exl3_linear(const exl3::LinearArgs* args);
 
