@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from exl3kit.errors import FormatError
-from exl3kit.runtime import ops
+from exl3kit.runtime import cpu_paths, ops
 from exl3kit.runtime.experts import matrix_table
 from exl3kit.runtime.ops import exl3_linear, exl3_moe
 from exl3kit.runtime.reference import reference_linear, reference_moe
@@ -95,7 +95,7 @@ def test_no_tokens() -> None:
 def test_without_a_compiler_the_reference_runs(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "cpu_library", lambda: None)
+    monkeypatch.setattr(cpu_paths, "cpu_library", lambda: None)
     linear, moe = linear_arguments(3, dtype), moe_arguments(3, dtype)
     assert_bitwise_equal(ops.exl3_linear(**linear), reference_linear(**linear).to(dtype))
     assert_bitwise_equal(ops.exl3_moe(**moe), reference_moe(**moe).to(dtype))

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from exl3kit.jit.cpu import cpu_library
-from exl3kit.kernels import cuda_moe
-from exl3kit.kernels import linear as linear_kernel
-from exl3kit.kernels import moe as moe_kernel
-from exl3kit.runtime import cuda_paths
+from exl3kit.kernels.cuda_moe import MoeWeights
+from exl3kit.runtime import cpu_paths, cuda_paths
 from exl3kit.runtime.checks import check_linear, check_moe, check_readable
-from exl3kit.runtime.reference import reference_linear, reference_moe
 
 
 @torch.library.custom_op("exl3::linear", mutates_args=(), device_types=("cpu", "cuda"))
@@ -31,12 +27,8 @@ def _linear(
     tensors = {"x": x, "trellis": trellis, "suh": suh, "svh": svh, "bias": bias}
     check_readable(tensors, x.device)
     rows = x.view(-1, x.shape[-1])
-    if x.is_cuda:
-        y = cuda_paths.linear(rows, trellis, suh, svh, codebook, bias)
-    elif cpu_library() is None:
-        y = reference_linear(rows, trellis, suh, svh, codebook, bias).to(x.dtype)
-    else:
-        y = linear_kernel.linear(rows, trellis, suh, svh, codebook, bias)
+    paths = cuda_paths if x.is_cuda else cpu_paths
+    y = paths.linear(rows, trellis, suh, svh, codebook, bias)
     return y.view(*x.shape[:-1], svh.shape[0])
 
 
@@ -68,11 +60,10 @@ def _moe(
     expert_map: torch.Tensor | None = None,
     matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    arguments = (
+    check_moe(
         x, topk_weights, topk_ids, w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh,
-        codebook,
+        codebook, expert_map, matrices,
     )  # fmt: skip
-    check_moe(*arguments, expert_map, matrices)
     check_readable(
         {
             "x": x,
@@ -88,15 +79,9 @@ def _moe(
     )
     routing = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
     check_readable(routing, x.device, read_bytes=1)
-    if x.is_cuda:
-        weights = cuda_moe.MoeWeights(
-            w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh, matrices
-        )
-        return cuda_paths.moe(x, topk_weights, topk_ids, weights, codebook, expert_map)
-    if cpu_library() is None:
-        return reference_moe(*arguments, expert_map, matrices).to(x.dtype)
-    local_map = None if expert_map is None else expert_map.to(torch.int32)
-    return moe_kernel.moe(*arguments, local_map, matrices)
+    paths = cuda_paths if x.is_cuda else cpu_paths
+    weights = MoeWeights(w13_trellis, w13_suh, w13_svh, w2_trellis, w2_suh, w2_svh, matrices)
+    return paths.moe(x, topk_weights, topk_ids, weights, codebook, expert_map)
 
 
 @_moe.register_fake
@@ -138,10 +123,11 @@ def exl3_linear(
     bias      (out,) float32, float16 or bfloat16, or None
     returns   (…, out_features) of x's dtype, rounded once at the end
 
-    float32 throughout on a CPU; on a GPU the rotated input is fp16, sums are float32 and beyond 32
-    rows leave the product as fp16. A row's result does not depend on the rows beside it nor on the
-    number of threads; on a GPU it can depend on how many they are (docs/numerics.md). FormatError
-    for a wrong shape, dtype or device, or a tensor that is not contiguous.
+    float32 throughout on a CPU, but for 32 bfloat16 rows and more on one that multiplies bf16; on a
+    GPU the rotated input is fp16, sums are float32 and beyond 32 rows leave the product as fp16. A
+    row's result does not depend on the rows beside it nor on the number of threads; it can depend
+    on how many they are on a GPU and with those bfloat16 rows (docs/numerics.md). FormatError for a
+    wrong shape, dtype or device, or a tensor that is not contiguous.
     """
     return _linear(x, trellis, suh, svh, codebook, bias)
 

@@ -32,6 +32,20 @@ TOLERANCES: dict[str, Tolerance] = {
     ),
     "bfloat16": Tolerance(2e-5, 2**-8, 1e-5, "the float32 bound and one rounding, half an ulp"),
     "float16": Tolerance(2e-5, 2**-11, 1e-6, "the float32 bound and one rounding, half an ulp"),
+    "bfloat_panel_float32": Tolerance(
+        2.5e-2, 2e-6, 2e-5, "H(x * suh), What and the product in bf16: 2.9e-3 RMS, 8 deviations"
+    ),
+    "bfloat_panel_bfloat16": Tolerance(2.5e-2, 2**-8, 2e-5, "bfloat_panel_float32, one rounding"),
+    "bfloat_panel_float16": Tolerance(2.5e-2, 2**-11, 2e-5, "bfloat_panel_float32, one rounding"),
+    "bfloat_panel_moe_float32": Tolerance(
+        5e-2, 2e-6, 5e-5, "two products one after the other, as bfloat_panel_float32: 5e-3 RMS"
+    ),
+    "bfloat_panel_moe_bfloat16": Tolerance(
+        5e-2, 2**-8, 5e-5, "bfloat_panel_moe_float32, one rounding"
+    ),
+    "bfloat_panel_moe_float16": Tolerance(
+        5e-2, 2**-11, 5e-5, "bfloat_panel_moe_float32, one rounding"
+    ),
     "cuda_float32": Tolerance(
         3e-3, 2e-6, 1e-6, "H(x * suh) in fp16, 3inst and mcg not: 3.7e-4 RMS, 8 deviations"
     ),

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "lanes.h"
+#include "rows.h"
 
 namespace exl3 {
 namespace {
@@ -145,9 +146,34 @@ struct ColumnLayout {
     static constexpr int offset(int unit, int step, int vector) {
         return ((unit * 4 + step / 4) * 8 + vector * 4 + step % 4) * L;
     }
-    static constexpr int stream_index(int i) {  // element i of a strip -> tile * 256 + t
-        const int p = i / L % 32, lane = i / (32 * L) * L + i % L;
-        return lane / 8 * kTileWeights + 32 * (lane % 8) + p;
+    static constexpr int strip_index(int tile, int column, int position) {
+        const int lane = tile * 8 + column % 8;
+        return (lane / L * 32 + column_window(column, position)) * L + lane % L;
+    }
+    // One row of eight columns of a tile, the first of which is 0 or 8.
+    static U32<8> eight(const float* strip, int tile, int first, int position) {
+        constexpr int lanes = L < 8 ? L : 8;
+        uint32_t values[8];
+#pragma GCC unroll 2
+        for (int i = 0; i < 8; i += lanes)
+            std::memcpy(values + i, strip + strip_index(tile, first + i, position), 4 * lanes);
+        return load<U32<8>>(values);
+    }
+    // Two rows a dword, 8 dwords of 8 columns, transposed.
+    static void store_bfloat(const float* strip, uint16_t* out) {
+        for (int column = 0; column < kBlock; column += 8, out += 8 * kBlock) {
+            const int tile = column / kTile, first = column % kTile;
+            U32<8> rows[8];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) {
+                const U32<8> low = eight(strip, tile, first, 2 * i);
+                const U32<8> high = eight(strip, tile, first, 2 * i + 1);
+                rows[i] = round_to_bfloat(low) >> 16 | (round_to_bfloat(high) & 0xFFFF0000);
+            }
+            transpose(rows);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) store(out + i * kBlock, rows[i]);
+        }
     }
     static void finish(const float* accumulators, float* y) {
         for (int i = 0; i < kBlock; ++i) {

@@ -55,6 +55,30 @@ struct MoeArgs {
     int64_t suh_rows, svh_rows, bits2_13, bits2_2, codebook, isa, threads;
 };
 
+// out = H128(x * suh) in bf16, within 16 columns in the order in which a tile stores its rows.
+struct RotateArgs {
+    const void* x;        // (tokens, k) of dtype
+    const uint16_t* suh;  // (k) fp16
+    uint16_t* out;        // (tokens, k) bf16
+    int64_t dtype, tokens, k, isa, threads;
+};
+
+// panel[j, i] = What[i, first + j] in bf16, i in the same order.
+struct DecodeArgs {
+    const uint16_t* trellis;  // (k/16, n/16, 8 * bits2)
+    uint16_t* panel;          // (columns, k) bf16; columns and first are multiples of 128
+    int64_t k, n, first, columns, bits2, codebook, isa, threads;
+};
+
+// Columns first .. first + columns of y = H128(product) * svh + bias.
+struct FinishArgs {
+    const uint16_t* product;  // (tokens, columns) bf16
+    void* y;                  // (tokens, n) of dtype
+    const uint16_t* svh;      // (n) fp16
+    const void* bias;         // (n) of bias_dtype, or null
+    int64_t dtype, bias_dtype, tokens, n, first, columns, isa, threads;
+};
+
 }  // namespace exl3
 
 // The highest tier that was compiled and that this machine can run.
@@ -71,6 +95,11 @@ EXL3_API int64_t exl3_moe_workspace(int64_t tokens, int64_t top_k, int64_t hidde
                                     int64_t threads);
 // 0, or 1 when expert_map names an expert that is not there; nothing is written then.
 EXL3_API int exl3_moe(const exl3::MoeArgs* args);
+
+// The steps around a product of bf16 matrices that a library does, see bfloat_panel.cpp.
+EXL3_API void exl3_rotate_bfloat(const exl3::RotateArgs* args);
+EXL3_API void exl3_decode_bfloat(const exl3::DecodeArgs* args);
+EXL3_API void exl3_finish_bfloat(const exl3::FinishArgs* args);
 
 // What the product decodes: eight neighbouring tiles -> values in stream order, (8, 256).
 EXL3_API void exl3_decode_strip(int64_t isa, const uint16_t* tiles, int64_t bits2, int64_t codebook,

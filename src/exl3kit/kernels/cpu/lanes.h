@@ -63,6 +63,40 @@ inline V multiply_add(V a, V b, V c) {
     return a * b + c;
 }
 
+// bf16 in the high half, to nearest even, of finite fp32.
+template <class V>
+inline V round_to_bfloat(V bits) {
+    return bits + 0x7FFF + (bits >> 16 & 1);
+}
+
+// rows[i][j] <-> rows[j][i].
+inline void transpose(U32<8>* rows) {
+#if defined(__AVX2__)
+    __m256i pairs[8], quads[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        for (int j = 0; j < 2; ++j) {
+            quads[i + 2 * j] = _mm256_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+            quads[i + 2 * j + 1] = _mm256_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+        }
+    }
+    for (int i = 0; i < 4; ++i) {
+        rows[i] = (U32<8>)_mm256_permute2x128_si256(quads[i], quads[i + 4], 0x20);
+        rows[i + 4] = (U32<8>)_mm256_permute2x128_si256(quads[i], quads[i + 4], 0x31);
+    }
+#else
+    for (int i = 0; i < 8; ++i)
+        for (int j = 0; j < i; ++j) {
+            const uint32_t value = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = value;
+        }
+#endif
+}
+
 // Sum of the four bytes of every lane.
 template <int L>
 inline U32<L> byte_sum(U32<L> v) {

@@ -29,16 +29,12 @@ void column_block(const LinearArgs& a, const Tier& tier, const float* rotated, i
               a.bits2, a.codebook, rotated + first * kBlock, a.tokens * kBlock, tokens, scratch},
              y);
     alignas(64) float scale[kBlock], bias[kBlock] = {};
-    tier.load(a.svh + column, kFloat16, kBlock, scale);
+    tier.load(a.svh + column, kFloat16, scale);
     if (a.bias != nullptr)
-        tier.load(static_cast<const char*>(a.bias) + column * bias_width, a.bias_dtype, kBlock,
-                  bias);
-    for (int64_t token = 0; token < tokens; ++token, y += kBlock) {
-        tier.hadamard(y);
-        for (int i = 0; i < kBlock; ++i) y[i] = y[i] * scale[i] + bias[i];
-        tier.store(y, a.dtype, kBlock,
-                   static_cast<char*>(a.y) + ((first + token) * a.n + column) * width);
-    }
+        tier.load(static_cast<const char*>(a.bias) + column * bias_width, a.bias_dtype, bias);
+    for (int64_t token = 0; token < tokens; ++token, y += kBlock)
+        finish_block(tier, y, scale, bias, a.dtype,
+                     static_cast<char*>(a.y) + ((first + token) * a.n + column) * width);
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ struct Moe {
                  y);
         alignas(64) float scale[kBlock];
         tier.load(a.w13_svh + (side * a.experts + chunk.expert) * a.inner + block * kBlock,
-                  kFloat16, kBlock, scale);
+                  kFloat16, scale);
         for (int64_t row = 0; row < chunk.count; ++row, y += kBlock) {
             tier.hadamard(y);
             for (int i = 0; i < kBlock; ++i) y[i] *= scale[i];
@@ -100,7 +100,7 @@ struct Moe {
                   chunk.count, product},
                  y);
         alignas(64) float scale[kBlock];
-        tier.load(a.w2_svh + chunk.expert % a.svh_rows * a.hidden + block * kBlock, kFloat16, kBlock,
+        tier.load(a.w2_svh + chunk.expert % a.svh_rows * a.hidden + block * kBlock, kFloat16,
                   scale);
         for (int64_t row = 0; row < chunk.count; ++row, y += kBlock) {
             tier.hadamard(y);
@@ -119,7 +119,7 @@ struct Moe {
                 const float* row = outputs + routes.position[route] * a.hidden + column;
                 for (int i = 0; i < kBlock; ++i) sum[i] += a.topk_weights[route] * row[i];
             }
-            tier.store(sum, a.dtype, kBlock,
+            tier.store(sum, a.dtype,
                        static_cast<char*>(a.y) + (token * a.hidden + column) * width);
         }
     }

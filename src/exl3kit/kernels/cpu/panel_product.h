@@ -92,10 +92,11 @@ constexpr Tier make_tier() {
     return Tier{product<LAYOUT, DECODER, TOKENS>,
                 panel_product<LAYOUT, DECODER, TOKENS>,
                 decode_to_stream<LAYOUT, DECODER>,
+                decode_to_bfloat<LAYOUT, DECODER>,
                 rotate_row,
                 hadamard_block,
-                load_row,
-                store_row};
+                load_block,
+                store_block};
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #endif
 
+#include "lanes.h"
 #include "tier.h"
 
 namespace exl3 {
@@ -23,21 +24,27 @@ inline uint32_t bits_of(float value) {
     return bits;
 }
 
-inline float half_to_float(uint16_t half) {
 #if defined(__F16C__)
-    return _cvtsh_ss(half);
+inline void halves_to_floats(const uint16_t* halves, float* out) {
+    for (int i = 0; i < kBlock; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(halves + i))));
+}
+
+inline void floats_to_halves(const float* values, uint16_t* out) {
+    for (int i = 0; i < kBlock; i += 8) {
+        const __m256 value = _mm256_loadu_ps(values + i);
+        _mm_storeu_si128((__m128i*)(out + i), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+    }
+}
 #else
+inline float half_to_float(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000) << 16, magnitude = half & 0x7FFF;
     if (magnitude >= 0x7C00) return float_of(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
     // 2^112 moves the exponent bias from 15 to 127 and is right for subnormal halves too.
     return float_of(sign | bits_of(float_of(magnitude << 13) * 0x1p112f));
-#endif
 }
 
 inline uint16_t float_to_half(float value) {
-#if defined(__F16C__)
-    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
-#else
     const uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFF;
     const uint16_t sign = bits >> 16 & 0x8000;
     if (magnitude > 0x7F800000) return sign | 0x7E00;   // NaN
@@ -46,34 +53,42 @@ inline uint16_t float_to_half(float value) {
         return sign | uint16_t(bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));
     }
     return sign | uint16_t((magnitude + 0xFFF + (magnitude >> 13 & 1) - (112u << 23)) >> 13);
-#endif
 }
+
+inline void halves_to_floats(const uint16_t* halves, float* out) {
+    for (int i = 0; i < kBlock; ++i) out[i] = half_to_float(halves[i]);
+}
+
+inline void floats_to_halves(const float* values, uint16_t* out) {
+    for (int i = 0; i < kBlock; ++i) out[i] = float_to_half(values[i]);
+}
+#endif
 
 inline uint16_t float_to_bfloat(float value) {
     const uint32_t bits = bits_of(value);
-    if ((bits & 0x7FFFFFFF) > 0x7F800000) return bits >> 16 | 0x40;  // keep a NaN a NaN
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;  // and stays one
+    return (is_nan ? bits | 0x400000 : round_to_bfloat(bits)) >> 16;
 }
 
-void load_row(const void* values, int64_t dtype, int64_t count, float* out) {
+void load_block(const void* values, int64_t dtype, float* out) {
     const auto* narrow = static_cast<const uint16_t*>(values);
     if (dtype == kFloat32) {
-        std::memcpy(out, values, count * sizeof(float));
+        std::memcpy(out, values, kBlock * sizeof(float));
     } else if (dtype == kFloat16) {
-        for (int64_t i = 0; i < count; ++i) out[i] = half_to_float(narrow[i]);
+        halves_to_floats(narrow, out);
     } else {
-        for (int64_t i = 0; i < count; ++i) out[i] = float_of(uint32_t(narrow[i]) << 16);
+        for (int i = 0; i < kBlock; ++i) out[i] = float_of(uint32_t(narrow[i]) << 16);
     }
 }
 
-void store_row(const float* values, int64_t dtype, int64_t count, void* out) {
+void store_block(const float* values, int64_t dtype, void* out) {
     auto* narrow = static_cast<uint16_t*>(out);
     if (dtype == kFloat32) {
-        std::memcpy(out, values, count * sizeof(float));
+        std::memcpy(out, values, kBlock * sizeof(float));
     } else if (dtype == kFloat16) {
-        for (int64_t i = 0; i < count; ++i) narrow[i] = float_to_half(values[i]);
+        floats_to_halves(values, narrow);
     } else {
-        for (int64_t i = 0; i < count; ++i) narrow[i] = float_to_bfloat(values[i]);
+        for (int i = 0; i < kBlock; ++i) narrow[i] = float_to_bfloat(values[i]);
     }
 }
 
@@ -99,19 +114,25 @@ void hadamard_block(float* block) {
     for (int i = 0; i < kBlock; ++i) block[i] *= 0.08838834764831845f;  // 1 / sqrt(128)
 }
 
+// Columns c < 8 and c + 8 of a tile own 32 neighbouring windows: which of them holds the row at
+// `position` in the order that rotate_row writes.
+constexpr int column_window(int column, int position) {
+    return position / 4 * 8 + column / 8 * 4 + position % 4;
+}
+
 void rotate_row(const void* x, int64_t dtype, const uint16_t* suh, int64_t k, float* out,
                 int64_t out_block) {
     const int64_t width = dtype == kFloat32 ? 4 : 2;
     alignas(64) float block[kBlock], scale[kBlock];
     for (int64_t start = 0; start < k; start += kBlock, out += out_block) {
-        load_row(static_cast<const char*>(x) + start * width, dtype, kBlock, block);
-        load_row(suh + start, kFloat16, kBlock, scale);
+        load_block(static_cast<const char*>(x) + start * width, dtype, block);
+        halves_to_floats(suh + start, scale);
         for (int i = 0; i < kBlock; ++i) block[i] *= scale[i];
         hadamard_block(block);
-        for (int i = 0; i < kBlock; ++i) {
-            const int l = i >> 2 & 3, w = i & 3;
-            out[i] = block[(i & ~15) + 2 * l + (w & 1) + 8 * (w >> 1)];
-        }
+        for (int first = 0; first < kBlock; first += kTile)
+#pragma GCC unroll 8
+            for (int i = 0; i < kTile; i += 2)  // pairs stay together
+                std::memcpy(out + first + i, block + first + (i >> 1 & 6) + (i << 2 & 8), 8);
     }
 }
 

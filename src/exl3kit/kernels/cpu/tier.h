@@ -45,20 +45,32 @@ struct Tier {
     void (*panel_product)(const Product& product, float* y);  // the same bits, sooner for many
     // Eight tiles -> (8, 256) values in stream order, through the decoder that `product` uses.
     void (*decode_strip)(const uint16_t* tiles, int64_t bits2, int64_t codebook, float* values);
+    // The same rounded to bf16, to nearest even: 16 rows, in the order of `rotate`, of column c of
+    // the 128 at out + c * kBlock.
+    void (*decode_bfloat)(const uint16_t* tiles, int64_t bits2, int64_t codebook, uint16_t* out);
     // out = H128(x * suh) for one row of k, 128 values at a time, which lie out_block floats apart.
     // Within 16 rows position 4 l + w holds row 2 l + (w & 1) + 8 (w >> 1), the order in which a
     // tile stores them.
     void (*rotate)(const void* x, int64_t dtype, const uint16_t* suh, int64_t k, float* out,
                    int64_t out_block);
     void (*hadamard)(float* block);  // H128 in place
-    void (*load)(const void* values, int64_t dtype, int64_t count, float* out);
-    void (*store)(const float* values, int64_t dtype, int64_t count, void* out);  // one rounding
+    // Of kBlock values; `store` rounds once.
+    void (*load)(const void* values, int64_t dtype, float* out);
+    void (*store)(const float* values, int64_t dtype, void* out);
 };
 
 extern const Tier kTierPortable, kTierAvx2, kTierAvx512, kTierAvx512Fp16;
 
 inline void multiply(const Tier& tier, const Product& p, float* y) {
     (p.tokens < kPanelFrom ? tier.product : tier.panel_product)(p, y);
+}
+
+// Back in the original basis: y = H128(y) * scale + bias, all of kBlock floats, rounded once.
+inline void finish_block(const Tier& tier, float* y, const float* scale, const float* bias,
+                         int64_t dtype, void* out) {
+    tier.hadamard(y);
+    for (int i = 0; i < kBlock; ++i) y[i] = y[i] * scale[i] + bias[i];
+    tier.store(y, dtype, out);
 }
 
 // The table of a tier that exl3_cpu_isa_max() allows.

@@ -178,8 +178,18 @@ struct QuadLayout {
     static constexpr int offset(int unit, int step, int vector) {
         return unit * kTileWeights + step * 64 + vector * 16;
     }
-    static constexpr int stream_index(int i) {
-        return i / kTileWeights * kTileWeights + 32 * (i / 4 % 8) + i / 32 % 8 * 4 + i % 4;
+    static constexpr int strip_index(int tile, int column, int position) {
+        const int window = column_window(column, position);
+        return tile * kTileWeights + window / 4 * 32 + column % 8 * 4 + window % 4;
+    }
+    static void store_bfloat(const float* strip, uint16_t* out) {
+        alignas(64) uint16_t rounded[kBlockTiles * kTileWeights];
+        for (int i = 0; i < kBlockTiles * kTileWeights; ++i)
+            rounded[i] = round_to_bfloat(bits_of(strip[i])) >> 16;
+        for (int column = 0; column < kBlock; ++column, out += kBlock)
+#pragma GCC unroll 4
+            for (int r = 0; r < kTile; r += 4)
+                std::memcpy(out + r, rounded + strip_index(column / kTile, column % kTile, r), 8);
     }
     static void finish(const float* sums, float* y) {
         for (int i = 0; i < kBlock; ++i, sums += 4)

@@ -147,7 +147,18 @@ template <class LAYOUT, class DECODER>
 void decode_to_stream(const uint16_t* tiles, int64_t bits2, int64_t codebook, float* values) {
     alignas(64) float strip[kBlockTiles * kTileWeights];
     decoder_of<DECODER>(bits2, codebook)(tiles, strip);
-    for (int i = 0; i < kBlockTiles * kTileWeights; ++i) values[LAYOUT::stream_index(i)] = strip[i];
+    for (int tile = 0; tile < kBlockTiles; ++tile, values += kTileWeights)
+        for (int column = 0; column < kTile; ++column)
+            for (int r = 0; r < kTile; ++r)
+                values[32 * (column % 8) + column_window(column, r)] =
+                    strip[LAYOUT::strip_index(tile, column, r)];
+}
+
+template <class LAYOUT, class DECODER>
+void decode_to_bfloat(const uint16_t* tiles, int64_t bits2, int64_t codebook, uint16_t* out) {
+    alignas(64) float strip[kBlockTiles * kTileWeights];
+    decoder_of<DECODER>(bits2, codebook)(tiles, strip);
+    LAYOUT::store_bfloat(strip, out);
 }
 
 }  // namespace
