@@ -44,6 +44,7 @@ def bullet_list(header: dict[str, str]) -> str:
 
 def write_results(name: str, result: dict[str, Any], page: str, out: Path = RESULTS) -> None:
     """Write `name`.json and `name`.md into the folder `out`, and print the page."""
+    out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     (out / f"{name}.md").write_text(page)
     print(page)
