@@ -333,6 +333,26 @@ def test_source_truncated_under_our_feet(
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "name",
+    [f"{EXPERT}.gate_proj.svh", f"{EXPERT}.down_proj.svh", "model.layers.0.mlp.down_proj.suh"],
+)
+def test_scales_that_are_not_finite_are_not_copied(
+    ordinary: Path, tmp_path: Path, name: str, bad: float
+) -> None:
+    """Of a cut side, of a side that every rank has whole, and of a linear that is not cut."""
+
+    def poison(tensors: Tensors) -> None:
+        tensors[name] = tensors[name].clone()
+        tensors[name][65] = bad
+
+    source = rewrite(ordinary, tmp_path / "source", poison)
+    with pytest.raises(CheckpointError, match=rf"{name}.*expected finite scales, got {bad} at 65"):
+        cut(source, tmp_path / "out", 2)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 @pytest.mark.parametrize("change", ["touched", "grown", "gone", "new"])
 def test_source_that_changes_while_it_is_read(
     ordinary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str

@@ -76,6 +76,26 @@ def unpacked(name: str, cuts: Sequence[tuple[TensorInfo, int, int]]) -> PlannedT
     return PlannedTensor(name, torch.float16, (size,), 1, pieces)
 
 
+def is_scale_vector(info: TensorInfo) -> bool:
+    """Whether a stored tensor is the suh or svh of an EXL3 linear."""
+    is_vector = info.dtype == torch.float16 and len(info.shape) == 1
+    return is_vector and info.name.endswith(("suh", "svh"))
+
+
+def check_finite(halves: memoryview, piece: Piece) -> None:
+    """CheckpointError unless the bytes of a piece of a scale vector are finite values.
+
+    One that is not makes a whole linear NaN, which a copy would carry into another checkpoint.
+    """
+    exponents = np.frombuffer(halves, np.uint16) & 0x7C00
+    if (bad := np.flatnonzero(exponents == 0x7C00)).size:
+        value = np.frombuffer(halves, np.float16)[bad[0]]
+        raise CheckpointError(
+            f"{piece.info.file}: {piece.info.name!r}: expected finite scales, got {value} at "
+            f"{piece.start // 2 + int(bad[0])}; fetch or quantise this tensor again"
+        )
+
+
 class PieceReader:
     """Reads the bytes of planned tensors; keeps files open, and the tensors read whole last.
 

@@ -19,7 +19,12 @@ from threading import Event, Lock
 from types import TracebackType
 
 from exl3kit.checkpoint.atomic import sync_path
-from exl3kit.checkpoint.pieces import PieceReader, PlannedTensor
+from exl3kit.checkpoint.pieces import (
+    PieceReader,
+    PlannedTensor,
+    check_finite,
+    is_scale_vector,
+)
 from exl3kit.checkpoint.shard import header_bytes
 
 Progress = Callable[[int], None]  # bytes written since the last call
@@ -145,9 +150,12 @@ def _copy(tensor: PlannedTensor, reader: PieceReader, blocks: _Blocks) -> None:
             blocks.put(reader.signs(piece))
             continue
         start, stop = piece.info.start + piece.start, piece.info.start + piece.stop
+        is_vector = is_scale_vector(piece.info)  # checked whole: a few KB
         while start < stop:
-            room = blocks.room()[: stop - start]
+            room = blocks.room(stop - start if is_vector else 1)[: stop - start]
             reader.read_into(room, piece.info, start)
+            if is_vector:
+                check_finite(room, piece)
             blocks.use(len(room))
             start += len(room)
 
