@@ -10,22 +10,17 @@ case. Writes cpu_kernels.json and cpu_kernels.md.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from facts import RESULTS, bullet_list, facts, write_results
 
 from exl3kit.format.tensors import Exl3Tensor
 from exl3kit.jit.cpu import ISA_NAMES, cpu_isa
@@ -33,7 +28,6 @@ from exl3kit.kernels.linear import linear
 from exl3kit.kernels.moe import moe
 from exl3kit.testing.generate import random_exl3
 
-ROOT = Path(__file__).parent
 COPIES = 4  # of a linear: 25 MB of trellis at 4096 x 4096 and 3 bits
 RATES = (("mcg", 2), ("mcg", 3), ("mcg", 4), ("mcg", 6), ("mul1", 2.5), ("mul1", 3), ("3inst", 3))
 LINEAR_SIDE = 4096
@@ -192,34 +186,7 @@ def bench_moe(bits: int, isa: int, threads: int) -> list[Row]:
     return rows
 
 
-def cpu_name() -> str:
-    """Model name of the processor, from the kernel where it tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.split(": ")[1] for x in lines if x.startswith("model name")), platform.machine())
-
-
-def environment(threads: int) -> dict[str, str | int]:
-    """What a reader needs to repeat the run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.strip()
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count() or 0,
-        "threads": threads,
-        "clock": "processor time" if threads == 1 else "wall clock",
-        "load_average": f"{os.getloadavg()[0]:.1f}",
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": "python " + " ".join(sys.argv),
-    }
-
-
-def to_markdown(rows: list[Row], about: dict[str, str | int]) -> str:
+def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
     """The table for readers, with a geometric mean of the speed-ups on the machine's best tier."""
     best = [row for row in rows if row.case.tier == rows[0].case.tier]
     mean = math.exp(statistics.fmean(math.log(row.speedup) for row in best))
@@ -227,8 +194,7 @@ def to_markdown(rows: list[Row], about: dict[str, str | int]) -> str:
     lines = [
         "# CPU kernels",
         "",
-        *(f"- {key}: {value}" for key, value in about.items()),
-        "",
+        bullet_list(about),
         *(f"| {' | '.join(cells)} |" for cells in table),
         "",
         f"Geometric mean on {rows[0].case.tier}: {mean:.2f} x torch's float32 product.",
@@ -240,7 +206,7 @@ def main() -> None:
     """Run every case and write the two result files."""
     parser = argparse.ArgumentParser(description="Measure the CPU kernels against torch.")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -251,14 +217,11 @@ def main() -> None:
     for isa in range(best):
         rows += bench_linear("mcg", 3, isa, options.threads)
     rows += bench_moe(3, best, options.threads)
-    about = environment(options.threads)
-    text = to_markdown(rows, about)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cpu_kernels.md").write_text(text)
+    clock = "processor time" if options.threads == 1 else "wall clock"
+    about = {**facts(), "threads": str(options.threads), "clock": clock}
     results = [{**asdict(row), "speedup": row.speedup} for row in rows]
-    (options.out / "cpu_kernels.json").write_text(
-        json.dumps({**about, "results": results}, indent=1) + "\n"
+    write_results(
+        "cpu_kernels", {**about, "results": results}, to_markdown(rows, about), options.out
     )
 
 

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from facts import RESULTS, ROOT, bullet_list, facts, write_results
 from safetensors.torch import load_file
 
 from exl3kit.format.spec import SUPPORTED_BITS, TILE_SIZE, Codebook
@@ -32,7 +28,6 @@ from exl3kit.quantize.regularize import Signs
 from exl3kit.quantize.stats import TensorStats
 from exl3kit.quantize.tensor import quantize_tensor
 
-ROOT = Path(__file__).parent
 GOLDEN = ROOT.parent / "tests" / "data" / "golden"
 TILES = {"portable": 4, "avx2": 4, "avx512": 8, "avx512fp16": 16}
 REPEATS = 12
@@ -105,26 +100,6 @@ def qualities() -> list[dict[str, Any]]:
     return rows
 
 
-def environment(threads: int) -> dict[str, str | int]:
-    """What a reader needs to repeat the run."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.strip()
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": names[0] if names else platform.machine(),
-        "cores": os.cpu_count() or 0,
-        "threads": threads,
-        "clock": "processor time / threads",
-        "load_average": f"{os.getloadavg()[0]:.1f}",
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": "python " + " ".join(sys.argv),
-    }
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
@@ -164,15 +139,15 @@ def main() -> None:
     """Measure, then write both result files."""
     parser = argparse.ArgumentParser(description="Measure the trellis encoder and the quantiser.")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    about = environment(options.threads)
+    clock = "processor time / threads"
+    about = {**facts(), "threads": str(options.threads), "clock": clock}
     speed, quality = speeds(options.threads), qualities()
     text = [
         "# Trellis encoder and quantiser",
         "",
-        *(f"- {key}: {value}" for key, value in about.items()),
-        "",
+        bullet_list(about),
         "Time of one tile of 256 weights:",
         "",
         *speed_table(speed),
@@ -182,11 +157,8 @@ def main() -> None:
         "",
         *quality_table(quality),
     ]
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "encode.md").write_text("\n".join(text) + "\n")
-    (options.out / "encode.json").write_text(
-        json.dumps({**about, "speed": speed, "quality": quality}, indent=1) + "\n"
-    )
+    result = {**about, "speed": speed, "quality": quality}
+    write_results("encode", result, "\n".join(text) + "\n", options.out)
 
 
 if __name__ == "__main__":

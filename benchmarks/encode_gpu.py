@@ -12,24 +12,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
-import os
 import sys
 import time
 import types
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from facts import RESULTS, facts, write_results
 
 from exl3kit.format.spec import HALF_BITS, SUPPORTED_BITS
 from exl3kit.kernels.encode import encode_tiles
 from exl3kit.kernels.encode_cuda import CudaEncoder
 from exl3kit.quantize.tensor import quantize_tensors
 
-ROOT = Path(__file__).parent
 CALIBRATION_ROWS = 8192
 
 
@@ -254,19 +251,15 @@ def report(results: dict[str, Any]) -> str:
 def main() -> None:
     """Check, measure, print, and write the result files."""
     parser = argparse.ArgumentParser(description="Measure the CUDA encoder and quantiser.")
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="Small matrices, one repeat.")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     torch.backends.cuda.matmul.allow_tf32 = False
     peer = find_peer()
     results: dict[str, Any] = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "gpu": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
+        **facts("cuda"),
         "exllamav3": peer.version if peer else "not installed",
-        "cores": os.cpu_count(),
-        "command": "python benchmarks/encode_gpu.py",
         "encoder": encoder_rows(device, 1 if options.quick else 8),
     }
     shapes = [(6144, 2048, 1), (6144, 512, 1), (6144, 512, 16)]
@@ -274,11 +267,7 @@ def main() -> None:
         matrix_row(shape, 3, "mcg", device, peer, 1 if options.quick else 2)
         for shape in ([(512, 512, 1)] if options.quick else shapes)
     ]
-    text = report(results)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "encode_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
-    (options.out / "encode_gpu.md").write_text(text)
+    write_results("encode_gpu", results, report(results), options.out)
 
 
 if __name__ == "__main__":

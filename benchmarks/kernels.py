@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import peer
 import torch
+from facts import RESULTS, bullet_list, facts, write_results
 
 from exl3kit.kernels import cuda_moe, gemm
 from exl3kit.runtime.reference import reference_linear, reference_moe
 from exl3kit.testing.compare import assert_three_gates
 
-ROOT = Path(__file__).parent
 K, N = 6144, 12288
 TOKENS = (1, 8, 16, 32)
 RATES = (("mcg", 3), ("mul1", 3), ("3inst", 3), ("mcg", 2), ("mcg", 4), ("mcg", 6), ("mcg", 8),
@@ -265,21 +261,14 @@ def bench_moe(codebook: str, bits: int, rate: float) -> list[Row]:
     return rows
 
 
-def environment() -> dict[str, str | float]:
+def environment() -> dict[str, str]:
     """What a reader needs to repeat the run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.strip()
     properties = torch.cuda.get_device_properties(0)
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "gpu": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "torch": torch.__version__,
+        **facts("cuda"),
+        "multiprocessors": str(properties.multi_processor_count),
         "cuda": torch.version.cuda or "",
-        "commit": commit,
-        "exllamav3": peer.version(),
-        "command": "python " + " ".join(sys.argv),
+        "exllamav3": peer.version() or "not installed",
     }
 
 
@@ -292,14 +281,13 @@ NOTES = (
 )
 
 
-def to_markdown(rows: list[Row], about: dict[str, str | float]) -> str:
+def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
     """The table for readers."""
     table = [COLUMNS, ["---"] * len(COLUMNS), *(row.cells() for row in rows)]
     lines = [
         "# CUDA decode kernels",
         "",
-        *(f"- {key}: {value}" for key, value in about.items()),
-        "",
+        bullet_list(about),
         *NOTES,
         "",
         *(f"| {' | '.join(cells)} |" for cells in table),
@@ -337,7 +325,7 @@ def plot(rows: list[Row], path: Path) -> None:
 def main() -> None:
     """Run every case and write the result files."""
     parser = argparse.ArgumentParser(description="Measure the CUDA decode kernels.")
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.manual_seed(0)
     rate, dense = copy_rate(), cublas_us()
@@ -346,15 +334,9 @@ def main() -> None:
         rows += bench_linear(codebook, bits, rate, dense)
     for codebook in ("mcg", "mul1"):
         rows += bench_moe(codebook, 3, rate)
-    about = {**environment(), "copy_TB_per_s": round(rate / 1e6, 2)}
-    text = to_markdown(rows, about)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kernels.md").write_text(text)
-    results = [asdict(row) for row in rows]
-    (options.out / "kernels.json").write_text(
-        json.dumps({**about, "results": results}, indent=1) + "\n"
-    )
+    about = {**environment(), "copy_TB_per_s": f"{rate / 1e6:.2f}"}
+    result = {**about, "results": [asdict(row) for row in rows]}
+    write_results("kernels", result, to_markdown(rows, about), options.out)
     plot(rows, options.out / "kernels.png")
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import peer
 import torch
+from facts import RESULTS, bullet_list, write_results
 
 from exl3kit.kernels import parity, prefill_panel
 from exl3kit.kernels.cuda_moe import MoeWeights
@@ -38,7 +38,6 @@ from kernels import (
     routes,
 )
 
-ROOT = Path(__file__).parent
 LINEAR_TOKENS = (33, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOE_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RATES = (("mcg", 3), ("mul1", 3), ("mcg", 2), ("mcg", 4), ("mcg", 5), ("mcg", 6))
@@ -172,14 +171,13 @@ def bench_moe(codebook: str, bits: int, bf16: dict[int, float]) -> list[Row]:
     return rows
 
 
-def to_markdown(rows: list[Row], about: dict[str, str | float]) -> str:
+def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
     """The table for readers."""
     table = [COLUMNS, ["---"] * len(COLUMNS), *(row.cells() for row in rows)]
     lines = [
         "# CUDA prefill kernels",
         "",
-        *(f"- {key}: {value}" for key, value in about.items()),
-        "",
+        bullet_list(about),
         "Whole calls, rotations and routing included; cold second-level cache. `bf16`: cuBLAS, or",
         "torch's grouped product without sorting, gathering and the weighted sum. `x`: their time",
         "over ours.",
@@ -217,7 +215,7 @@ def plot(rows: list[Row], path: Path) -> None:
 def main() -> None:
     """Run every case and write the result files."""
     parser = argparse.ArgumentParser(description="Measure the CUDA prefill kernels.")
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.manual_seed(0)
     rows, dense = [], linear_bf16_us(LINEAR_TOKENS)
@@ -226,15 +224,9 @@ def main() -> None:
     grouped = moe_bf16_us()
     for codebook, bits in RATES:
         rows += bench_moe(codebook, bits, grouped)
-    about = {**environment(), "exllamav3": peer.version() or "not installed"}
-    text = to_markdown(rows, about)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "prefill.md").write_text(text)
-    results = [asdict(row) for row in rows]
-    (options.out / "prefill.json").write_text(
-        json.dumps({**about, "results": results}, indent=1) + "\n"
-    )
+    about = environment()
+    result = {**about, "results": [asdict(row) for row in rows]}
+    write_results("prefill", result, to_markdown(rows, about), options.out)
     plot(rows, options.out / "prefill.png")
 
 
