@@ -27,7 +27,7 @@ test: setup
 # ThreadSanitizer. `make test` runs a part of the first.
 sanitize: setup
 	$(PY) -m tests.kernels.sanitizer address
-	$(PY) -m tests.kernels.sanitizer thread tests/kernels/test_linear.py tests/kernels/test_moe.py -k threads
+	$(PY) -m tests.kernels.sanitizer thread $(addprefix tests/kernels/test_,bfloat_panel.py linear.py moe.py) -k threads
 
 fuzz: setup
 	$(PY) -m exl3kit.testing.fuzz --inputs 20000 $(if $(SEED),--seed $(SEED))

@@ -18,7 +18,10 @@ from exl3kit import env
 
 ROOT = Path(__file__).parents[2]
 # Without test_process.py, which measures memory that a sanitizer multiplies.
-KERNEL_TESTS = [f"tests/kernels/test_{name}.py" for name in ("decode", "encode", "linear", "moe")]
+KERNEL_TESTS = [
+    f"tests/kernels/test_{name}.py"
+    for name in ("bfloat_panel", "decode", "encode", "linear", "moe")
+]
 FLAGS = {
     "address": "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
     "thread": "-fsanitize=thread",

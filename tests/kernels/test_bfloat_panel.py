@@ -112,6 +112,22 @@ def test_unaligned(isa: int) -> None:
     assert_bitwise_equal(y, bfloat_panel.linear(x, *PARTS, isa=isa))
 
 
+@pytest.mark.usefixtures("narrow_panels")
+def test_threads_do_not_show(isa: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of decoding and both rotations; the product, whose threads are the library's, is float64."""
+    monkeypatch.setattr(torch, "mm", lambda a, b: (a.double() @ b.double()).bfloat16())
+    x, before = random_rows(145, 256, torch.bfloat16), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(bfloat_panel.linear(x, *PARTS, isa=isa))
+    finally:
+        torch.set_num_threads(before)
+    for y in results[1:]:
+        assert_bitwise_equal(y, results[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts(dtype: str, isa: int) -> None:
     x, routing = random_rows(145, H, DTYPES[dtype]), random_routing(145, TOP_K, E)
