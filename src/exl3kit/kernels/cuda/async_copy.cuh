@@ -3,6 +3,8 @@
 
 #include "common.cuh"
 
+#if defined(__CUDACC_RTC__)  // on a host a test brings its own
+
 namespace exl3 {
 
 // A barrier in shared memory for `arrivals` arrivals and the bytes they expect.
@@ -53,3 +55,5 @@ EXL3_DEVICE uint32_t count_arrival(uint32_t counter) {
 }
 
 }  // namespace exl3
+
+#endif

@@ -10,9 +10,9 @@
 #include <cuda_fp16.h>
 
 #include "async_copy.cuh"
+#include "half_bits.cuh"
 #include "named_barrier.cuh"
 #include "prefill_layout.cuh"
-#include "rotate.cuh"
 #include "weight_pairs.cuh"
 #include "wgmma.cuh"
 
@@ -152,10 +152,7 @@ EXL3_DEVICE void store_rows(const float (&sum)[kTokens / 2], uint32_t shared, __
                 const int at = 16 * part + 8 * pair + 2 * i;
                 v[i] = as_bits(__floats2half2_rn(saturate_half(sum[at]), saturate_half(sum[at + 1])));
             }
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                             mine + pair * 16 * 128),
-                         "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                         : "memory");
+            store_transposed(mine + pair * 16 * 128, v);
         }
         barrier_sync(barrier, 128);
 #pragma unroll
@@ -210,13 +207,12 @@ __global__ void __launch_bounds__(WgmmaShape<kBits2>::kThreads, 1)
 prefill_wgmma(const uint8_t* trellis, const RowBlock* blocks, const int* count, const uint8_t* x,
               __half* y, int rows_capacity, int k, int n) {
     using Shape = WgmmaShape<kBits2>;
-    extern __shared__ __align__(16) uint8_t raw[];
+    EXL3_DYNAMIC_SHARED(raw);
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
     const uint32_t barriers = shared + Shape::kBarriers;
     if (threadIdx.x < Shape::kStages) {
         init_barrier(barriers + 8 * threadIdx.x, 1);
-        const uint32_t counter = shared + Shape::kCounters + 4 * threadIdx.x;
-        asm volatile("st.shared.u32 [%0], 0;" ::"r"(counter) : "memory");
+        store_shared(shared + Shape::kCounters + 4 * threadIdx.x, 0);
         publish_barriers();
     }
     release_successor();

@@ -83,6 +83,19 @@ EXL3_DEVICE uint4 load_shared_four(uint32_t address) {
     return v;
 }
 
+EXL3_DEVICE void store_shared(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Four matrices of 8 x 8 halves as tensor core sums lie in a warp, transposed: lane l of matrix i
+// holds [2 (l % 4) .. + 1][l / 4] in v[i]. Lane 8 i + r gives the address of row r of matrix i.
+EXL3_DEVICE void store_transposed(uint32_t address, const uint32_t (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     address),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
 // 16 bytes from global memory to a shared address, both aligned to 16, past the registers, if
 // `is_wanted`: a predicate costs less than a branch that the compiler must take for a divergent
 // one. What is read once goes past the first-level cache too.

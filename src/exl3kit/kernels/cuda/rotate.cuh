@@ -3,14 +3,10 @@
 
 #include "elements.cuh"
 #include "hadamard.cuh"
+#include "half_bits.cuh"
 #include "product.cuh"
 
 namespace exl3 {
-
-// Finite values beyond fp16's range become its largest; infinities and NaN stay what they are.
-EXL3_DEVICE float saturate_half(float v) {
-    return isfinite(v) ? fminf(fmaxf(v, -65504.0f), 65504.0f) : v;
-}
 
 // v *= scale, rounded: not to be fused with an addition in one kernel and not in another.
 EXL3_DEVICE void scale_four(float (&v)[4], const __half* scale, int64_t i) {

@@ -6,14 +6,6 @@
 
 namespace exl3 {
 
-// Comes before the first product of a group, after registers it reads or adds to were written.
-EXL3_DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-EXL3_DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Until all products of this warpgroup are complete.
-EXL3_DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
 // Rows of 128 bytes, swizzled as a copy of `panel_offset` is, at a shared address aligned to 1024;
 // the next 16 columns are 2 units further.
 EXL3_DEVICE uint64_t panel_descriptor(uint32_t shared) {
@@ -25,6 +17,16 @@ EXL3_DEVICE uint64_t panel_descriptor(uint32_t shared) {
 // of the group holds features 16 w .. 16 w + 15, for them `a` and each four of `d` as in mma.cuh.
 template <int kTokens>
 EXL3_DEVICE void multiply_group(float (&d)[kTokens / 2], const uint32_t (&a)[4], uint64_t b);
+
+#if defined(__CUDACC_RTC__)  // on a host a test brings its own
+
+// Comes before the first product of a group, after registers it reads or adds to were written.
+EXL3_DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+EXL3_DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until all products of this warpgroup are complete.
+EXL3_DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 template <>
 EXL3_DEVICE void multiply_group<32>(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
@@ -95,5 +97,7 @@ EXL3_DEVICE void multiply_group<128>(float (&d)[64], const uint32_t (&a)[4], uin
           "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+
+#endif
 
 }  // namespace exl3
