@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import struct
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from exl3kit.jit.source import SOURCES
 from exl3kit.runtime.reference import local_expert_ids
+from tests.kernels import on_host
 
-HERE = Path(__file__).parent / "cuda_on_host"
 HOSTILE = (-1, -(1 << 62), 1 << 40, 7)
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, compiled once."""
-    path = tmp_path_factory.mktemp("route") / "prefill_route"
-    flags = ["-std=c++20", "-O1", "-pthread", f"-I{SOURCES}", f"-I{HERE}"]
-    subprocess.run(["g++", *flags, str(HERE / "prefill_route.cpp"), "-o", str(path)], check=True)
-    return path
+    return on_host.compiled("prefill_route", tmp_path_factory.mktemp("route"))
 
 
 def random_ids(routes: int, experts: int, seed: int) -> torch.Tensor:
@@ -50,8 +45,7 @@ def test_rows_and_blocks(
     sizes = struct.pack("4i", routes, experts, block_rows, len(table) if has_map else 0)
     given = sizes + ids.numpy().tobytes() + weights.numpy().tobytes()
     given += table.numpy().tobytes() if has_map else b""
-    out = subprocess.run([program], input=given, capture_output=True, check=True).stdout
-    found = torch.frombuffer(bytearray(out), dtype=torch.int32)
+    found = torch.frombuffer(on_host.output(program, given), dtype=torch.int32)
     expert, row, counts, (num_blocks,), blocks = found.split(
         [routes, routes, experts, 1, len(found) - 2 * routes - experts - 1]
     )

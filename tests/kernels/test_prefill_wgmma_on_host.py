@@ -8,18 +8,17 @@ ring and its releases, decoding, the order of rows and features, every size of a
 from __future__ import annotations
 
 import struct
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from exl3kit.format.decode import decode_inner
-from exl3kit.jit.source import SOURCES
+from exl3kit.format.spec import Codebook
+from exl3kit.kernels.gemm import CODEBOOK_NAMES
 from exl3kit.testing.generate import random_exl3
+from tests.kernels import on_host
 
-HERE = Path(__file__).parent / "cuda_on_host"
-NAMES = {"3inst": "kThreeInst", "mcg": "kMcg", "mul1": "kMul1"}
 EXPERTS, K, N = 3, 256, 384  # N: a strip of 256 features and half of one
 # Expert, first row, rows: of every number of tokens that a product has, whole blocks and others.
 BLOCKS = ((0, 0, 5), (0, 8, 32), (1, 40, 33), (2, 80, 96), (2, 176, 70), (2, 248, 128))
@@ -36,17 +35,17 @@ def panels(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("bits", "codebook", "thread_blocks"),
-    [(3, "mcg", 1), (3, "mcg", 5), (2.5, "mul1", 5), (8, "3inst", 1)],
+    [
+        (3, Codebook.MCG, 1),
+        (3, Codebook.MCG, 5),
+        (2.5, Codebook.MUL1, 5),
+        (8, Codebook.THREE_INST, 1),
+    ],
 )
-def test_product(bits: int | float, codebook: str, thread_blocks: int, tmp_path: Path) -> None:
+def test_product(bits: int | float, codebook: Codebook, thread_blocks: int, tmp_path: Path) -> None:
     """48 stages for one block of threads, six turns of a ring or more; 8 or 12 for each of 5."""
-    program = tmp_path / "prefill_wgmma"
-    # fp16 pairs are read as words, as nvcc allows.
-    flags = ["-std=c++20", "-O2", "-pthread", "-fno-strict-aliasing", "-w"]
-    defines = [f"-DBITS2={int(2 * bits)}", f"-DCODEBOOK={NAMES[codebook]}"]
-    command = ["g++", *flags, *defines, f"-I{SOURCES}", f"-I{HERE}"]
-    subprocess.run([*command, str(HERE / "prefill_wgmma.cpp"), "-o", str(program)], check=True)
-
+    names = {"BITS2": int(2 * bits), "CODEBOOK": CODEBOOK_NAMES[codebook]}
+    program = on_host.compiled("prefill_wgmma", tmp_path, **names)
     weights = [random_exl3(K, N, bits, codebook, seed) for seed in range(EXPERTS)]
     x = torch.randn(CAPACITY, K, generator=torch.Generator().manual_seed(1)).half()
     sizes = (len(BLOCKS), CAPACITY, K, N, EXPERTS, thread_blocks)
@@ -54,9 +53,7 @@ def test_product(bits: int | float, codebook: str, thread_blocks: int, tmp_path:
     trellis = torch.stack([w.trellis for w in weights])
     given = struct.pack("6i", *sizes) + blocks + trellis.numpy().tobytes()
     given += panels(x).numpy().tobytes()
-    # A wrong phase or release would wait for ever.
-    out = subprocess.run([program], input=given, capture_output=True, check=True, timeout=300)
-    y = torch.frombuffer(bytearray(out.stdout), dtype=torch.float16).view(CAPACITY, N)
+    y = torch.frombuffer(on_host.output(program, given), dtype=torch.float16).view(CAPACITY, N)
 
     stored = torch.zeros(CAPACITY, dtype=torch.bool)
     for expert, first, count in BLOCKS:

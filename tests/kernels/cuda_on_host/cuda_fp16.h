@@ -1,4 +1,4 @@
-// Enough of CUDA for the encoder's headers to compile with g++ and run with one host thread for each
+// Enough of CUDA for some of the kernels to compile with g++ and run with one host thread for each
 // device thread: fp16 arithmetic with one rounding, warp exchanges, named barriers.
 #pragma once
 
@@ -17,6 +17,9 @@
 #define __launch_bounds__(...)
 #define __restrict__
 
+using std::fmaxf;
+using std::fminf;
+using std::isfinite;
 using std::min;
 
 struct Index {

@@ -3,15 +3,12 @@
 // the program allows, from registers and shared memory as they are by then.
 #pragma once
 
-#include "cuda_fp16.h"
+#include "launch.h"
 
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <deque>
 #include <map>
 #include <random>
-#include <thread>
 
 #define EXPECT(condition)                                                             \
     do {                                                                              \
@@ -20,10 +17,6 @@
             std::abort();                                                             \
         }                                                                             \
     } while (false)
-
-using std::fmaxf;
-using std::fminf;
-using std::isfinite;
 
 inline __half2 __hadd2(__half2 a, __half2 b) {
     return {{_Float16(double(a.x.v) + double(b.x.v))}, {_Float16(double(a.y.v) + double(b.y.v))}};
@@ -136,12 +129,8 @@ inline void multiply(const Multiplication& work) {
 
 }  // namespace on_host
 
-inline void __syncthreads() { on_host::arrive(0, 32 * on_host::warps.size(), true); }
-
 namespace exl3 {
 
-inline void wait_for_predecessor() {}
-inline void release_successor() {}
 inline uint32_t keep(uint32_t value) { return value; }
 
 inline uint32_t shared_address(void* shared) {

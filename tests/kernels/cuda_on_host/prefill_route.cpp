@@ -1,17 +1,13 @@
 // Runs the routing of the prefill plan on host threads. stdin: routes, experts, rows of a block, size
 // of the map, 0 for none (int32); ids (int64 [routes]), weights (float32 [routes]), map (int32);
 // stdout: expert and row of every route, counts of the experts, number of blocks, blocks (int32).
-#include "cuda_fp16.h"
+#include "launch.h"
 
 #include <bit>
-#include <cstdio>
-#include <functional>
-#include <thread>
 
 struct int2 {
     int x, y;
 };
-inline Index blockDim{0};
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline int __fns(uint32_t, int, int) { return 0; }  // of the decode plan's routing
 inline uint32_t __ballot_sync(unsigned, bool is_set) {
@@ -28,35 +24,18 @@ inline int __reduce_add_sync(unsigned, int value) {
         return sum;
     });
 }
-inline void __syncthreads() { on_host::arrive(0, blockDim.x, true); }
-namespace exl3 {
-inline void wait_for_predecessor() {}
-inline void release_successor() {}
-}  // namespace exl3
 
 #include "prefill_route.cuh"
 
 constexpr int kWarps = 3;
 
-static void launch(int blocks, const std::function<void()>& kernel) {
-    gridDim.x = blocks, blockDim.x = 32 * kWarps;
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-        std::vector<std::thread> threads;
-        for (int i = 0; i < blockDim.x; ++i) threads.emplace_back([&, i] { threadIdx.x = i, kernel(); });
-        for (std::thread& thread : threads) thread.join();
-    }
-}
-
-template <class T>
-static std::vector<T> read(size_t count) {
-    std::vector<T> values(count);
-    if (std::fread(values.data(), sizeof(T), count, stdin) != count) std::exit(1);
-    return values;
+template <class Kernel>
+static void launch(int blocks, const Kernel& kernel) {
+    on_host::launch(blocks, 32 * kWarps, kernel);
 }
 
 int main() {
-    for (int warp = 0; warp < kWarps; ++warp)
-        on_host::warps.push_back(std::make_unique<on_host::Warp>());
+    using on_host::read;
     const auto sizes = read<int32_t>(4);
     const int routes = sizes[0], experts = sizes[1], block_rows = sizes[2], map_size = sizes[3];
     const auto ids = read<int64_t>(routes);

@@ -5,14 +5,8 @@
 
 #include "prefill_wgmma.cuh"
 
-template <class T>
-static std::vector<T> read(size_t count) {
-    std::vector<T> values(count);
-    if (std::fread(values.data(), sizeof(T), count, stdin) != count) std::exit(1);
-    return values;
-}
-
 int main() {
+    using on_host::read;
     using Shape = exl3::WgmmaShape<BITS2>;
     const auto sizes = read<int32_t>(6);
     const int count = sizes[0], capacity = sizes[1], k = sizes[2], n = sizes[3];
@@ -20,26 +14,16 @@ int main() {
     const auto trellis = read<uint4>(size_t(sizes[4]) * k / 16 * n / 16 * BITS2);
     const auto x = read<uint4>(size_t(capacity) * k / 8);
     std::vector<uint16_t> y(size_t(capacity) * n, 0x7E00);
-    for (int warp = 0; warp < Shape::kWarps; ++warp) {
-        on_host::warps.push_back(std::make_unique<on_host::Warp>());
+    for (int warp = 0; warp < Shape::kWarps; ++warp)
         on_host::fragments.push_back(std::make_unique<on_host::Fragments>());
-    }
     on_host::shared_end = on_host::kSharedBase + Shape::kShared;
     std::thread engine(on_host::copy_all);
-    gridDim.x = sizes[5];
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        std::vector<std::thread> threads;
-        for (int i = 0; i < Shape::kThreads; ++i) {
-            threads.emplace_back([&, i] {
-                threadIdx.x = i;
-                exl3::prefill_wgmma<BITS2, exl3::CODEBOOK>(
-                    reinterpret_cast<const uint8_t*>(trellis.data()), blocks.data(), &count,
-                    reinterpret_cast<const uint8_t*>(x.data()),
-                    reinterpret_cast<__half*>(y.data()), capacity, k, n);
-            });
-        }
-        for (std::thread& thread : threads) thread.join();
-    }
+    on_host::launch(sizes[5], Shape::kThreads, [&] {
+        exl3::prefill_wgmma<BITS2, CODEBOOK>(reinterpret_cast<const uint8_t*>(trellis.data()),
+                                             blocks.data(), &count,
+                                             reinterpret_cast<const uint8_t*>(x.data()),
+                                             reinterpret_cast<__half*>(y.data()), capacity, k, n);
+    });
     {
         const std::lock_guard lock(on_host::mutex);
         EXPECT(on_host::copies.empty());
