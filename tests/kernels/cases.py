@@ -15,6 +15,7 @@ from exl3kit.testing.generate import random_exl3
 # block; 512: one chunk of tokens; 521: a second, partly filled chunk.
 TOKENS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 145, 512, 521)
 MOST_TOKENS = 800
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Experts(NamedTuple):

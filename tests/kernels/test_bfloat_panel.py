@@ -19,6 +19,7 @@ from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
 from exl3kit.testing.generate import random_exl3
 from tests.golden import COMBINATIONS
 from tests.kernels.cases import (
+    DTYPES,
     MIXED_RATES,
     TOKENS,
     Routing,
@@ -32,7 +33,6 @@ from tests.kernels.cases import (
     true_sum,
 )
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 cached_weights = cache(random_exl3)
 WEIGHTS = cached_weights(256, 384, 3, "mcg")
 PARTS = (WEIGHTS.trellis, WEIGHTS.suh, WEIGHTS.svh, "mcg")

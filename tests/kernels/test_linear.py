@@ -15,9 +15,8 @@ from exl3kit.runtime.reference import reference_linear
 from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
 from exl3kit.testing.generate import random_exl3
 from tests import golden
-from tests.kernels.cases import TOKENS, random_rows, shifted, true_linear
+from tests.kernels.cases import DTYPES, TOKENS, random_rows, shifted, true_linear
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 cached_weights = cache(random_exl3)
 WEIGHTS = cached_weights(256, 384, 3, "mcg")
 

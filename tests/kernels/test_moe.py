@@ -14,6 +14,7 @@ from exl3kit.runtime.reference import reference_moe
 from exl3kit.testing.compare import assert_bitwise_equal, assert_three_gates
 from tests.golden import COMBINATIONS
 from tests.kernels.cases import (
+    DTYPES,
     MIXED_RATES,
     TOKENS,
     Experts,
@@ -27,7 +28,6 @@ from tests.kernels.cases import (
     true_sum,
 )
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 E, H, S, TOP_K = 5, 256, 128, 3
 EXPERTS = random_experts(E, H, S)
 

@@ -87,12 +87,12 @@ def check_finite(halves: memoryview, piece: Piece) -> None:
 
     One that is not makes a whole linear NaN, which a copy would carry into another checkpoint.
     """
-    exponents = np.frombuffer(halves, np.uint16) & 0x7C00
-    if (bad := np.flatnonzero(exponents == 0x7C00)).size:
-        value = np.frombuffer(halves, np.float16)[bad[0]]
+    values = np.frombuffer(halves, np.float16)
+    if (bad := np.flatnonzero(~np.isfinite(values))).size:
         raise CheckpointError(
-            f"{piece.info.file}: {piece.info.name!r}: expected finite scales, got {value} at "
-            f"{piece.start // 2 + int(bad[0])}; fetch or quantise this tensor again"
+            f"{piece.info.file}: {piece.info.name!r}: expected finite scales, got "
+            f"{values[bad[0]]} at {piece.start // 2 + int(bad[0])}; fetch or quantise this tensor "
+            "again"
         )
 
 

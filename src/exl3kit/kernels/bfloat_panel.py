@@ -12,45 +12,36 @@ import functools
 
 import torch
 
-from exl3kit.errors import FormatError
 from exl3kit.format.spec import HADAMARD_BLOCK
 from exl3kit.jit.cpu import ISA_NAMES, cpu_isa
 from exl3kit.kernels import expert_loop
 from exl3kit.kernels.cuda_moe import MoeWeights
 from exl3kit.kernels.launch import (
     DTYPE_CODES,
+    arguments_struct,
     codebook_code,
     double_bits,
+    missing_expert,
     pointer,
     require_library,
 )
 
-# Rows, or mean rows of an expert, from which decoding a panel for the library beats the fused
-# kernel, which changes its own way there too (kPanelFrom of kernels/cpu/tier.h).
+# Rows, or mean rows of an expert, from which a panel is decoded for the library: where the fused
+# kernel changes its own way too (kPanelFrom of kernels/cpu/tier.h). No machine has measured it.
 MIN_ROWS = 32
 # Of a panel, for each thread: what the second-level cache of a core with AMX holds.
 PANEL_BYTES = 2 << 20
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-
-
-def _struct(
-    name: str, pointers: tuple[str, ...], numbers: tuple[str, ...]
-) -> type[ctypes.Structure]:
-    fields = [*((field, _POINTER) for field in pointers), *((field, _INT) for field in numbers)]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
 # Mirrors of the structs in kernels/cpu/exl3_cpu.h.
-_RotateArgs = _struct(
+_RotateArgs = arguments_struct(
     "_RotateArgs", ("x", "suh", "out"), ("dtype", "tokens", "k", "isa", "threads")
 )
-_DecodeArgs = _struct(
+_DecodeArgs = arguments_struct(
     "_DecodeArgs",
     ("trellis", "panel"),
     ("k", "n", "first", "columns", "bits2", "codebook", "isa", "threads"),
 )
-_FinishArgs = _struct(
+_FinishArgs = arguments_struct(
     "_FinishArgs",
     ("product", "y", "svh", "bias"),
     ("dtype", "bias_dtype", "tokens", "n", "first", "columns", "isa", "threads"),
@@ -171,7 +162,7 @@ def moe(
     """`kernels.moe.moe` with bf16 products; same arguments, result and errors."""
     experts = weights.w2_suh.shape[0]
     local = expert_loop.local_experts(topk_weights, topk_ids, experts, expert_map)
-    if bool((local >= experts).any()):
-        raise FormatError(f"expert_map: expected local ids below {experts} or -1, got a larger one")
+    if expert_map is not None and bool((local >= experts).any()):
+        raise missing_expert(expert_map, experts)
     product = functools.partial(linear, isa=isa)
     return expert_loop.moe(x, topk_weights, local, weights, codebook, product)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from exl3kit.errors import UnsupportedError
+from exl3kit.errors import FormatError, UnsupportedError
 from exl3kit.format.spec import Codebook, check_codebook
 from exl3kit.jit.cpu import cpu_library
 from exl3kit.log import get_logger, warn_once
@@ -38,6 +39,22 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 def alloc_floats(count: int) -> torch.Tensor:
     """An uninitialised float32 workspace of `count` elements, freed when the launch returns."""
     return torch.empty(count, dtype=torch.float32)
+
+
+def arguments_struct(
+    name: str, pointers: Sequence[str], numbers: Sequence[str]
+) -> type[ctypes.Structure]:
+    """The mirror of a struct in kernels/cpu/exl3_cpu.h: pointers, then int64 numbers."""
+    fields = [(field, ctypes.c_void_p) for field in pointers]
+    fields += [(field, ctypes.c_int64) for field in numbers]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def missing_expert(expert_map: torch.Tensor, experts: int) -> FormatError:
+    """What to raise for a map that names an expert which is not there."""
+    return FormatError(
+        f"expert_map: expected local ids below {experts} or -1, got {int(expert_map.max())}"
+    )
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from exl3kit.jit.cpu import cpu_isa
 from exl3kit.kernels.launch import (
     DTYPE_CODES,
     alloc_floats,
+    arguments_struct,
     codebook_code,
     double_bits,
     pointer,
@@ -20,13 +21,8 @@ _POINTERS = ("x", "y", "trellis", "suh", "svh", "bias", "workspace")
 _NUMBERS = ("dtype", "bias_dtype", "tokens", "k", "n", "bits2", "codebook", "isa", "threads")
 
 
-class _LinearArgs(ctypes.Structure):
-    """Mirror of LinearArgs in kernels/cpu/exl3_cpu.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _NUMBERS),
-    )
+# Mirror of LinearArgs in kernels/cpu/exl3_cpu.h.
+_LinearArgs = arguments_struct("_LinearArgs", _POINTERS, _NUMBERS)
 
 
 def linear(

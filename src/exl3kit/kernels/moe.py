@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
-from exl3kit.errors import FormatError
 from exl3kit.jit.cpu import cpu_isa
 from exl3kit.kernels.launch import (
     DTYPE_CODES,
     alloc_floats,
+    arguments_struct,
     codebook_code,
     double_bits,
+    missing_expert,
     pointer,
     require_library,
 )
@@ -31,13 +33,8 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-class _MoeArgs(ctypes.Structure):
-    """Mirror of MoeArgs in kernels/cpu/exl3_cpu.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _NUMBERS),
-    )
+# Mirror of MoeArgs in kernels/cpu/exl3_cpu.h.
+_MoeArgs = arguments_struct("_MoeArgs", _POINTERS, _NUMBERS)
 
 
 def moe(
@@ -103,25 +100,26 @@ def moe(
     step = max(1, workspace_bytes // token_bytes)
     for start in range(0, tokens, step):
         part = slice(start, min(start + step, tokens))
-        _launch(library, arguments, x[part], topk_weights[part], topk_ids[part], y[part])
+        routed = (x[part], topk_weights[part], topk_ids[part])
+        is_refused = _launch(library, arguments, *routed, y[part])
+        if is_refused and expert_map is not None:
+            raise missing_expert(expert_map, experts)
     return y
 
 
 def _launch(
     library: ctypes.CDLL,
-    arguments: _MoeArgs,
+    arguments: Any,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     y: torch.Tensor,
-) -> None:
+) -> bool:
+    """Whether the map names an expert that is not there; then nothing is written."""
     sizes = (x.shape[0], arguments.top_k, arguments.hidden, arguments.inner, arguments.threads)
     workspace = alloc_floats(library.exl3_moe_workspace(*map(ctypes.c_int64, sizes)))
     arguments.x, arguments.y = pointer(x), pointer(y)
     arguments.topk_weights, arguments.topk_ids = pointer(topk_weights), pointer(topk_ids)
     arguments.workspace = pointer(workspace)
     arguments.tokens = x.shape[0]
-    if library.exl3_moe(ctypes.byref(arguments)):
-        raise FormatError(
-            f"expert_map: expected local ids below {arguments.experts} or -1, got a larger one"
-        )
+    return bool(library.exl3_moe(ctypes.byref(arguments)))

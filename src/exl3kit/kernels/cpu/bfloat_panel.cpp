@@ -1,8 +1,6 @@
 // The steps around a product in bf16 that a library does (kernels/bfloat_panel.py): where a machine
 // has AMX or AVX-512-BF16, that product does several times what fp32 fma can.
-//
-// The three cost little beside it: at 512 tokens and 3 bits decoding is 7 tokens' worth of fp32
-// work, and the rotations are 7 additions a value.
+// What the steps cost is in benchmarks/results/bfloat_panel.md.
 #include <algorithm>
 #include <cstring>
 
@@ -22,8 +20,7 @@ void decode_square(const DecodeArgs& a, const Tier& tier, int64_t row, int64_t c
     const uint16_t* tiles =
         a.trellis + row / kTile * row_words + (a.first + column) / kTile * tile_words;
     for (int64_t tile = 0; tile < kBlockTiles; ++tile)
-        for (int64_t word = 0; word < kBlockTiles * tile_words; word += 32)
-            __builtin_prefetch(tiles + tile * row_words + word);
+        prefetch_row(tiles + tile * row_words, a.bits2);
     for (int64_t tile = 0; tile < kBlockTiles; ++tile)
         tier.decode_bfloat(tiles + tile * row_words, a.bits2, a.codebook, square + tile * kTile);
     for (int64_t i = 0; i < kBlock; ++i)
@@ -31,17 +28,14 @@ void decode_square(const DecodeArgs& a, const Tier& tier, int64_t row, int64_t c
 }
 
 // One block of 128 columns of kFinishTokens tokens.
-void finish(const FinishArgs& a, const Tier& tier, int64_t token, int64_t column) {
-    const int64_t width = a.dtype == kFloat32 ? 4 : 2, bias_width = a.bias_dtype == kFloat32 ? 4 : 2;
-    const int64_t last = std::min(token + kFinishTokens, a.tokens), out = a.first + column;
-    alignas(64) float scale[kBlock], bias[kBlock] = {}, y[kBlock];
-    tier.load(a.svh + out, kFloat16, scale);
-    if (a.bias != nullptr)
-        tier.load(static_cast<const char*>(a.bias) + out * bias_width, a.bias_dtype, bias);
+void finish_part(const FinishArgs& a, const Tier& tier, int64_t token, int64_t column) {
+    const int64_t width = a.dtype == kFloat32 ? 4 : 2, out = a.first + column;
+    const int64_t last = std::min(token + kFinishTokens, a.tokens);
+    const Finish finish(tier, a.svh, a.bias, a.bias_dtype, out);
+    alignas(64) float y[kBlock];
     for (; token < last; ++token) {
         tier.load(a.product + token * a.columns + column, kBFloat16, y);
-        finish_block(tier, y, scale, bias, a.dtype,
-                     static_cast<char*>(a.y) + (token * a.n + out) * width);
+        finish(y, a.dtype, static_cast<char*>(a.y) + (token * a.n + out) * width);
     }
 }
 
@@ -80,6 +74,6 @@ EXL3_API void exl3_finish_bfloat(const exl3::FinishArgs* args) {
     const int64_t blocks = a.columns / kBlock;
     const int64_t parts = (a.tokens + kFinishTokens - 1) / kFinishTokens;
     parallel_for(blocks * parts, a.threads, [&](int64_t item, int) {
-        finish(a, tier, item / blocks * kFinishTokens, item % blocks * kBlock);
+        finish_part(a, tier, item / blocks * kFinishTokens, item % blocks * kBlock);
     });
 }

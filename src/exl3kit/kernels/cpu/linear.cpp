@@ -22,19 +22,14 @@ int64_t chunk_tokens(const LinearArgs& a) {
 void column_block(const LinearArgs& a, const Tier& tier, const float* rotated, int64_t block,
                   int64_t first, int64_t tokens, float* scratch) {
     const int64_t column = block * kBlock, width = a.dtype == kFloat32 ? 4 : 2;
-    const int64_t bias_width = a.bias_dtype == kFloat32 ? 4 : 2;
     float* y = scratch + product_scratch(a.tokens);
     multiply(tier,
              {a.trellis + block * kBlockTiles * 8 * a.bits2, a.n / kTile * 8 * a.bits2, a.k,
               a.bits2, a.codebook, rotated + first * kBlock, a.tokens * kBlock, tokens, scratch},
              y);
-    alignas(64) float scale[kBlock], bias[kBlock] = {};
-    tier.load(a.svh + column, kFloat16, scale);
-    if (a.bias != nullptr)
-        tier.load(static_cast<const char*>(a.bias) + column * bias_width, a.bias_dtype, bias);
+    const Finish finish(tier, a.svh, a.bias, a.bias_dtype, column);
     for (int64_t token = 0; token < tokens; ++token, y += kBlock)
-        finish_block(tier, y, scale, bias, a.dtype,
-                     static_cast<char*>(a.y) + ((first + token) * a.n + column) * width);
+        finish(y, a.dtype, static_cast<char*>(a.y) + ((first + token) * a.n + column) * width);
 }
 
 }  // namespace

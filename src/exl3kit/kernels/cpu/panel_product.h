@@ -67,16 +67,13 @@ template <class LAYOUT, class DECODER, int TOKENS>
 void panel_product(const Product& p, float* y) {
     constexpr int64_t width = LAYOUT::kUnits * LAYOUT::kVectors * LAYOUT::L;
     const Decode decode = decoder_of<DECODER>(p.bits2, p.codebook);
-    const int64_t row_bytes = kBlockTiles * 16 * p.bits2;
     float* panel = p.scratch;
     float* sums = panel + kPanelFloats;
     std::memset(sums, 0, p.tokens * width * sizeof(float));
     const uint16_t* tiles = p.trellis;
     for (int64_t block = 0; block < p.k / kBlock; ++block) {
         for (int64_t row = 0; row < kPanelRows; ++row, tiles += p.row_words) {
-            // Rows of tiles are a page or more apart, where the hardware does not look ahead.
-            const char* ahead = reinterpret_cast<const char*>(tiles + kPanelRows * p.row_words);
-            for (int64_t line = 0; line < row_bytes; line += 64) __builtin_prefetch(ahead + line);
+            prefetch_row(tiles + kPanelRows * p.row_words, p.bits2);
             decode(tiles, panel + row * kPanelStride);
         }
         for (int unit = 0; unit < LAYOUT::kUnits; ++unit)

@@ -39,6 +39,17 @@ constexpr int64_t product_scratch(int64_t tokens) {
            token_chunk(tokens) * kMaxAccumulators;
 }
 
+namespace {
+
+// One row of eight tiles. Rows are a page or more apart, where the hardware does not look ahead.
+inline void prefetch_row(const uint16_t* tiles, int64_t bits2) {
+    const char* bytes = reinterpret_cast<const char*>(tiles);
+    for (int64_t line = 0; line < kBlockTiles * 16 * bits2; line += 64)
+        __builtin_prefetch(bytes + line);
+}
+
+}  // namespace
+
 struct Tier {
     // y (tokens, 128) = x What, fp32 sums whose order depends on neither `tokens` nor the thread.
     void (*product)(const Product& product, float* y);        // fewer tokens than kPanelFrom
@@ -65,13 +76,32 @@ inline void multiply(const Tier& tier, const Product& p, float* y) {
     (p.tokens < kPanelFrom ? tier.product : tier.panel_product)(p, y);
 }
 
-// Back in the original basis: y = H128(y) * scale + bias, all of kBlock floats, rounded once.
-inline void finish_block(const Tier& tier, float* y, const float* scale, const float* bias,
-                         int64_t dtype, void* out) {
-    tier.hadamard(y);
-    for (int i = 0; i < kBlock; ++i) y[i] = y[i] * scale[i] + bias[i];
-    tier.store(y, dtype, out);
-}
+namespace {
+
+// Back to the original basis, for one block of 128 columns.
+struct Finish {
+    const Tier& tier;
+    alignas(64) float scale[kBlock], bias[kBlock] = {};
+
+    // svh and bias (or null) of a whole matrix.
+    Finish(const Tier& tier, const uint16_t* svh, const void* bias_of_all, int64_t bias_dtype,
+           int64_t column)
+        : tier(tier) {
+        const int64_t width = bias_dtype == kFloat32 ? 4 : 2;
+        tier.load(svh + column, kFloat16, scale);
+        if (bias_of_all != nullptr)
+            tier.load(static_cast<const char*>(bias_of_all) + column * width, bias_dtype, bias);
+    }
+
+    // out = H128(y) * scale + bias, rounded once; y is overwritten.
+    void operator()(float* y, int64_t dtype, void* out) const {
+        tier.hadamard(y);
+        for (int i = 0; i < kBlock; ++i) y[i] = y[i] * scale[i] + bias[i];
+        tier.store(y, dtype, out);
+    }
+};
+
+}  // namespace
 
 // The table of a tier that exl3_cpu_isa_max() allows.
 const Tier& tier(int64_t isa);

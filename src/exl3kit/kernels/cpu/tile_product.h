@@ -95,12 +95,6 @@ void multiply(const float* strip, const float* x, int64_t x_stride, int64_t toke
                                      accumulators + token * width);
 }
 
-// Rows of tiles are a page or more apart, where the hardware does not look ahead.
-inline void prefetch_row(const uint16_t* tiles, int64_t row_bytes) {
-    const char* bytes = reinterpret_cast<const char*>(tiles);
-    for (int64_t line = 0; line < row_bytes; line += 64) __builtin_prefetch(bytes + line);
-}
-
 template <class DECODER, class = void>
 constexpr bool kHasSingle = false;
 template <class DECODER>
@@ -113,7 +107,7 @@ void single_product(const Product& p, float* y) {
     const uint16_t* tiles = p.trellis;
     alignas(64) float sums[kBlock] = {};
     for (int64_t tile = 0; tile < p.k / kTile; ++tile, tiles += p.row_words) {
-        prefetch_row(tiles + 2 * kStripRows * p.row_words, kBlockTiles * 16 * p.bits2);
+        prefetch_row(tiles + 2 * kStripRows * p.row_words, p.bits2);
         const float* x = p.x + tile / kBlockTiles * p.x_block + tile % kBlockTiles * kTile;
         multiply_row(tiles, x, sums);
     }
@@ -126,14 +120,14 @@ void product(const Product& p, float* y) {
         if (p.tokens == 1) return single_product<LAYOUT, DECODER>(p, y);
     constexpr int64_t width = LAYOUT::kUnits * LAYOUT::kVectors * LAYOUT::L;
     const Decode decode = decoder_of<DECODER>(p.bits2, p.codebook);
-    const int64_t k_tiles = p.k / kTile, row_bytes = kBlockTiles * 16 * p.bits2;
+    const int64_t k_tiles = p.k / kTile;
     float* strip = p.scratch;
     float* accumulators = strip + kStripFloats;
     std::memset(accumulators, 0, p.tokens * width * sizeof(float));
     for (int64_t tile = 0; tile < k_tiles; tile += kStripRows) {
         for (int64_t row = 0; row < kStripRows; ++row) {
             const uint16_t* tiles = p.trellis + (tile + row) * p.row_words;
-            prefetch_row(tiles + 2 * kStripRows * p.row_words, row_bytes);
+            prefetch_row(tiles + 2 * kStripRows * p.row_words, p.bits2);
             decode(tiles, strip + row * kBlockTiles * kTileWeights);
         }
         const float* x = p.x + tile / kBlockTiles * p.x_block + tile % kBlockTiles * kTile;
