@@ -77,13 +77,13 @@ def linear(
     if rows == 0:
         return y
     tier = cpu_isa() if isa is None else isa
-    rotated = _rotate(x, suh, tier)
-    columns = _panel_columns(k, n, torch.get_num_threads())
+    rotated = rotate(x, suh, tier)
+    columns = panel_columns(k, n, torch.get_num_threads())
     buffer = torch.empty((columns, k), dtype=torch.bfloat16)
     for first in range(0, n, columns):
         panel = buffer[: min(columns, n - first)]
         decode(trellis, codebook, first, panel, tier)
-        _finish(torch.mm(rotated, panel.T), first, svh, bias, y, tier)
+        finish(torch.mm(rotated, panel.T), first, svh, bias, y, tier)
     return y
 
 
@@ -104,7 +104,7 @@ def decode(trellis: torch.Tensor, codebook: str, first: int, panel: torch.Tensor
     )  # fmt: skip
 
 
-def _rotate(x: torch.Tensor, suh: torch.Tensor, isa: int) -> torch.Tensor:
+def rotate(x: torch.Tensor, suh: torch.Tensor, isa: int) -> torch.Tensor:
     """H(x * suh) as bfloat16 (rows, k), in the order of a panel."""
     rows, k = x.shape
     out = torch.empty((rows, k), dtype=torch.bfloat16)
@@ -118,7 +118,7 @@ def _rotate(x: torch.Tensor, suh: torch.Tensor, isa: int) -> torch.Tensor:
     return out
 
 
-def _finish(
+def finish(
     product: torch.Tensor,
     first: int,
     svh: torch.Tensor,
@@ -143,7 +143,7 @@ def _call(entry: str, arguments: ctypes.Structure) -> None:
     getattr(require_library(), entry)(ctypes.byref(arguments))
 
 
-def _panel_columns(k: int, n: int, threads: int) -> int:
+def panel_columns(k: int, n: int, threads: int) -> int:
     """Columns of a panel, a multiple of 128; all but the last have as many."""
     fitting = PANEL_BYTES * threads // (2 * k * HADAMARD_BLOCK)
     return min(n, HADAMARD_BLOCK * max(1, fitting))
