@@ -51,6 +51,7 @@ bench: setup
 	$(PY) benchmarks/cpu_kernels.py
 	$(PY) benchmarks/cpu_decode.py
 	$(PY) benchmarks/cpu_prefill.py
+	$(PY) benchmarks/bfloat_panel.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
